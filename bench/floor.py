@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from bench.machine import Machine
 from bench.timing import Timing
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.planning import work
 
 
@@ -52,9 +53,9 @@ def place(work: Work, machine: Machine) -> dict[str, float]:
     }
 
 
-def decode_work(cfg: ModelConfig, *, rows: int, context: int, itemsize: int) -> Work:
+def decode_work(cfg: ModelConfig, *, rows: int, context: int, itemsize: int, specs: ParamTree | None = None) -> Work:
     """Work of one token for each of `rows` sequences that hold `context` positions already."""
-    return step_work(cfg, [(context, 1)] * rows, itemsize=itemsize)
+    return step_work(cfg, [(context, 1)] * rows, itemsize=itemsize, specs=specs)
 
 
 def prefill_work(cfg: ModelConfig, *, tokens: int, itemsize: int) -> Work:
@@ -62,7 +63,12 @@ def prefill_work(cfg: ModelConfig, *, tokens: int, itemsize: int) -> Work:
     return step_work(cfg, [(0, tokens)], itemsize=itemsize)
 
 
-def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: int) -> Work:
-    """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits."""
-    found = work.step_work(cfg, rows, itemsize=itemsize)
+def step_work(
+    cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: int, specs: ParamTree | None = None
+) -> Work:
+    """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits.
+
+    `specs` are those of the parameters, if some are quantised.
+    """
+    found = work.step_work(cfg, rows, itemsize=itemsize, specs=specs)
     return Work(operations=found.operations, num_bytes=found.num_bytes)

@@ -2,8 +2,9 @@
 
 Compiled decode steps of models with few layers and random weights, over XLA's code and over the attention backend that
 the machine chooses by default, call by call in turn, beside the floor. `qwen3-30b-a3b` has 128 experts of which a token
-chooses 8, `deepseek-v2-lite` latent attention, a dense layer and one of 64 experts, `gemma-3-1b` five layers of six
-with a window of 512. The KV holds random numbers; `error` is the largest difference of logits of both sides before they
+chooses 8, also kept in four bits as in a Q4_1 file, `gpt-oss-20b` 32 experts of which a token chooses 4, kept in MXFP4,
+`deepseek-v2-lite` latent attention, a dense layer and one of 64 experts, `gemma-3-1b` five layers of six with a window
+of 512. The KV holds random numbers; `error` is the largest difference of logits of both sides before they
 are timed, of the largest logit, and ends the run where it is too large.
 """
 
@@ -22,15 +23,31 @@ from bench.timing import Contestant, alternate
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.backends import cache_spec, choose_attention
+from ferrum_jax.models.quantisation import Format, specs_like
 from ferrum_jax.ops import native
+from ferrum_jax.ops.quantised import FLOAT4, POWERS, UINT4
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 FEW = {"vocab_size": 32768, "num_hidden_layers": 2}
-CHANGES = {"qwen3-30b-a3b": FEW, "deepseek-v2-lite": FEW, "gemma-3-1b": {"vocab_size": 32768, "num_hidden_layers": 6}}
+CHANGES = {
+    "qwen3-30b-a3b": FEW,
+    "deepseek-v2-lite": FEW,
+    "gpt-oss-20b": FEW,
+    "gemma-3-1b": {"vocab_size": 32768, "num_hidden_layers": 6},
+}
+KEPT = {  # of experts, with a scale for 32 inputs
+    "Q4_1": Format(UINT4, scales="float16", offsets="float16"),
+    "MXFP4": Format(FLOAT4, scales=POWERS),
+}
+MODELS = (
+    ("qwen3-30b-a3b", None), ("qwen3-30b-a3b", "Q4_1"), ("gpt-oss-20b", "MXFP4"), ("deepseek-v2-lite", None),
+    ("gemma-3-1b", None),
+)  # fmt: skip
 TINY = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 193, "num_attention_heads": 4}
 SMOKE = {
-    "qwen3-30b-a3b": {"moe_intermediate_size": 24, "num_experts": 16, "head_dim": 16, "num_key_value_heads": 2},
+    "qwen3-30b-a3b": {"moe_intermediate_size": 32, "num_experts": 16, "head_dim": 16, "num_key_value_heads": 2},
+    "gpt-oss-20b": {"intermediate_size": 32, "num_local_experts": 8, "head_dim": 16, "num_key_value_heads": 2},
     "deepseek-v2-lite": {"moe_intermediate_size": 24, "n_routed_experts": 16, "kv_lora_rank": 16,
                          "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
     "gemma-3-1b": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
@@ -51,9 +68,14 @@ def main() -> None:
     dtype = default_dtype(device)
     probes = make_probes(dtype, smoke=found.smoke)
     rows, conditions = [], {}
-    for name, changes in CHANGES.items():
-        cfg = ModelConfig.from_hf(CONFIGURATIONS[name] | changes | (TINY | SMOKE[name] if found.smoke else {}))
-        subject = models.random(f"{cfg.num_hidden_layers} layers of {name}, random weights", cfg, dtype)
+    for name, kept in MODELS:
+        cfg = ModelConfig.from_hf(CONFIGURATIONS[name] | CHANGES[name] | (TINY | SMOKE[name] if found.smoke else {}))
+        title = f"{cfg.num_hidden_layers} layers of {name}, random weights"
+        if kept is None:
+            subject = models.random(title, cfg, dtype)
+        else:
+            name = f"{name}, experts in {kept}"
+            subject = models.with_experts_in(f"{title}, experts in {kept}", cfg, dtype, KEPT[kept])
         sizes = {"dtype": dtype, "kv_dtype": dtype, "block_size": BLOCK}
         chosen = choose_attention(None, cfg, platform=device.platform, **sizes)
         conditions = card.show_card(subject, machine=measure(probes))
@@ -80,7 +102,8 @@ def _measure(
     sides = {attention: Contestant(call, burst=BURST) for attention, call in calls.items()}
     times = alternate(sides | probes.contestants, rounds=rounds)
     machine = ceilings(probes, times)
-    floor = decode_work(cfg, rows=batch, context=context, itemsize=np.dtype(subject.dtype).itemsize).floor_ms(machine)
+    itemsize, own = np.dtype(subject.dtype).itemsize, specs_like(subject.params, cfg)
+    floor = decode_work(cfg, rows=batch, context=context, itemsize=itemsize, specs=own).floor_ms(machine)
     return {
         "rows": batch,
         "context": context,

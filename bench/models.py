@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -17,9 +17,12 @@ from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
+from ferrum_jax.models import specs
 from ferrum_jax.models.backends import layout_for
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.quantisation import Format, quantised_specs
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, named_leaves
 from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.planning.published import CONFIGURATIONS
@@ -75,6 +78,27 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
 def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
     """Draws random weights on the device; the matrices are drawn in float32 one by one, and then rounded."""
     return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
+
+
+def with_experts_in(name: str, cfg: ModelConfig, dtype: str, kind: Format) -> Subject:
+    """Draws random weights, of experts the values, scales and offsets of a format, given for groups of 32 inputs."""
+    plain = family(cfg).param_specs(cfg)
+    formats = {
+        name: replace(kind, groups=spec.shape[-1] // 32)
+        for name, spec in named_leaves(plain).items()
+        if "expert" in spec.axes and spec.axes[-1] in ("embed", "mlp")
+    }
+    rng, key = np.random.default_rng(0), jax.random.key(0)
+
+    def draw(name: str, spec: ParamSpec) -> jax.Array:
+        if spec.dtype == "uint8":
+            low, high = (118, 122) if name.endswith(".scales") else (0, 256)
+            return jax.device_put(rng.integers(low, high, spec.shape, np.uint8))
+        if name.endswith((".scales", ".offsets")):
+            return jax.device_put((rng.standard_normal(spec.shape, np.float32) / 256).astype(spec.dtype))
+        return specs.draw(name, spec, key, dtype)
+
+    return Subject(name, map_specs(draw, quantised_specs(plain, formats)), cfg, dtype)
 
 
 def run(

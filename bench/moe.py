@@ -26,6 +26,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.feed_forward import NAMES, mix_experts
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import native
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import route
@@ -57,12 +58,14 @@ def main() -> None:
 
 
 def _cache(cfg: ModelConfig, subject: Subject, rows: int) -> CacheSpec:
-    attention = "triton" if _is_on_gpu() else "xla"
-    return cache_spec(cfg, num_blocks=2 * rows, block_size=BLOCK, dtype=subject.dtype, attention=attention)
+    return cache_spec(cfg, num_blocks=2 * rows, block_size=BLOCK, dtype=subject.dtype, attention=_kernels())
 
 
-def _is_on_gpu() -> bool:
-    return find_device(None).platform == "gpu"
+def _kernels() -> str:
+    """Returns the kernels that a served step uses here."""
+    if find_device(None).platform == "gpu":
+        return "triton"
+    return "xla" if native.instruction_set() is None else "cpu"
 
 
 def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
 
 
 def _compiled(function: Callable[..., jax.Array], block: ParamTree, x: jax.Array) -> Callable[[], jax.Array]:
-    with kernels("triton" if _is_on_gpu() else "xla"):  # as a step has it
+    with kernels(_kernels()):  # as a step has it
         executable = jax.jit(function).lower(block, x).compile()
     return lambda: executable(block, x)
 

@@ -1,5 +1,7 @@
 """Weights in the native quantisation of their checkpoint: the same numbers as dequantised, in less memory."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from ferrum_jax.models.quantisation import formats_of
 from tests import tiny
 from tests.weights import test_packed
 from tests.weights.scalar_ggml import FORMATS, draw_blocks, read_blocks
+from tests.weights.scalar_packings import PACKINGS, write_tensors
 from tests.weights.test_gguf import write_gguf
 
 NAME = test_packed.NAME
@@ -92,6 +95,51 @@ def test_columns_ordered_by_activation_are_dequantised_but_have_no_native_format
 def test_weights_that_are_called_symmetric_but_are_not_are_refused(tmp_path: Path):
     path = test_packed.write(tmp_path, "gptq_v2", sym=True)
     with pytest.raises(InvalidFormatError, match="zero points are not all 8, though the weights are called symmetric"):
+        ferrum_jax.load_params(path, quantize="keep")
+
+
+MOE = tiny.CONFIGS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 72}
+
+
+def write_experts(path: Path, kind: str, left_out: str | None = None) -> Path:
+    """Writes a folder whose experts are packed one by one, but for the tensor `left_out`."""
+    tensors = {}
+    for name, tensor in tiny.tensors(MOE).items():
+        if ".experts." in name and name != left_out:
+            parts = PACKINGS[kind].pack(tensor)
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": array for part, array in parts.items()}
+        else:
+            tensors[name] = tensor
+    path.mkdir(parents=True)
+    config = MOE | {"quantization_config": PACKINGS[kind].config}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_tensors(path / "model.safetensors", tensors)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["gptq", *(pytest.param(kind, marks=pytest.mark.slow) for kind in NATIVE if kind != "gptq")]
+)
+def test_experts_that_are_packed_one_by_one_are_kept_as_a_stack(kind: str, tmp_path: Path):
+    path = write_experts(tmp_path / "packed", kind)
+    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
+    plain, _ = ferrum_jax.load_params(path, "float32", quantize="none")
+    assert len(formats_of(kept)) == 3 * cfg.num_hidden_layers
+    for found, leaf in zip(jax.tree.leaves(models.dequantise(kept)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-7)  # offsets of float32 scales are rounded
+    prompt = tiny.prompt("qwen3_moe")[:7]
+    wanted = np.asarray(models.forward(plain, jnp.asarray([prompt]), cfg))[0]
+    for layout in (None, "checkpoint"):
+        with ferrum_jax.load(path, engine=replace(ENGINE, quantize="keep", dtype="float32"), layout=layout) as runner:
+            np.testing.assert_allclose(runner.forward_verify("a", prompt), wanted, rtol=0, atol=LOGITS)
+
+
+def test_experts_of_different_formats_are_dequantised_but_not_kept(tmp_path: Path):
+    path = write_experts(tmp_path / "packed", "gptq", "model.layers.0.mlp.experts.1.up_proj.weight")
+    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="auto")
+    assert len(formats_of(kept)) == 3 * cfg.num_hidden_layers - 1
+    message = r"the experts of model\.layers\.0\.mlp\.experts\.up_proj\.weight have different formats"
+    with pytest.raises(UnsupportedError, match=message):
         ferrum_jax.load_params(path, quantize="keep")
 
 

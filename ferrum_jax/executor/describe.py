@@ -18,7 +18,7 @@ from ferrum_jax.models.layout import layout_of
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.ops import native
-from ferrum_jax.ops.quantised import UINT4, activation_dtype, is_packed, is_quantised
+from ferrum_jax.ops.quantised import FLOAT4, UINT4, activation_dtype, is_quantised, values_dtype
 from ferrum_jax.sharding.devices import JaxDevice
 
 _DTYPES = {
@@ -28,6 +28,7 @@ _DTYPES = {
     "int8": DataType.INT8,
     "float8_e4m3fn": DataType.FP8,
     UINT4: DataType.INT4,
+    FLOAT4: DataType.INT4,  # the contract has no floats of four bits
 }
 
 
@@ -50,8 +51,7 @@ def model_info(name: str, cfg: ModelConfig, device: DeviceState) -> ModelInfo:
     """
     sizes: Counter[str] = Counter()
     for leaf in jax.tree.leaves(device.params, is_leaf=is_quantised):
-        kept = leaf.values.dtype.name if is_quantised(leaf) else leaf.dtype.name
-        sizes[UINT4 if is_quantised(leaf) and is_packed(leaf) else kept] += math.prod(leaf.shape)
+        sizes[values_dtype(leaf) if is_quantised(leaf) else leaf.dtype.name] += math.prod(leaf.shape)
     return ModelInfo(
         model_id=name,
         model_type=cfg.model_type,

@@ -14,7 +14,15 @@ from ferrum_jax.contract.errors import InvalidParameterError, ResourceExhaustedE
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, name_of, named_leaves
-from ferrum_jax.ops.quantised import LARGEST, NARROW, QuantisedWeight, is_packed, is_quantised
+from ferrum_jax.ops.quantised import (
+    FLOAT4,
+    LARGEST,
+    NARROW,
+    QuantisedWeight,
+    is_packed,
+    is_quantised,
+    values_dtype,
+)
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import joined
 
@@ -145,10 +153,12 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
         return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in parts]
     if scales is None:
         return [f"{name}.scales is missing, which values in {dtype} need"]
+    if (is_float4 := values_dtype(weight) == FLOAT4) and weight.offsets is not None:
+        return [f"{name}.offsets is unknown, as values in {FLOAT4} have none"]
     problems = [
         f"{name}.{part} is {leaf.dtype}, expected {' or '.join(DTYPES)}"
         for part, leaf in parts.items()
-        if leaf.dtype.name not in DTYPES
+        if leaf.dtype.name not in DTYPES and not is_float4
     ]
     *rows, columns = weight.shape
     groups, evenly = scales.shape[-1] if scales.ndim else 0, 2 if is_packed(weight) else 1

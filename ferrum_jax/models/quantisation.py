@@ -16,15 +16,17 @@ from ferrum_jax.models.layout import CHECKPOINT, checkpoint_leaves, lay_out, lay
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.quantised import (
+    FLOAT4,
     LARGEST,
     NARROW,
-    UINT4,
+    PACKED,
+    POWERS,
     QuantisedWeight,
     activation_dtype,
     dequantise_weight,
-    is_packed,
     is_quantised,
     quantise_weight,
+    values_dtype,
 )
 
 # Jitted, so that XLA keeps no float32 intermediate of a weight in memory.
@@ -36,20 +38,23 @@ _dequantise = jax.jit(dequantise_weight, static_argnums=1)
 class Format:
     """How one weight is stored."""
 
-    dtype: str  # of the values; "uint4" packs two values into a byte; 16-bit values have no scales
+    dtype: str  # of the values; those of four bits are packed two to a byte; 16-bit values have no scales
     groups: int = 1  # scales per output channel
-    scales: str = "float32"  # their dtype
+    scales: str = "float32"  # their dtype; those of four-bit floats are POWERS
     offsets: str | None = None  # their dtype; None: no offsets
 
     def __post_init__(self):
-        known = (*LARGEST, UINT4, *NARROW)
+        known = (*LARGEST, *PACKED, *NARROW)
         if self.dtype not in known:
             raise InvalidParameterError(f"weights are kept in {' or '.join(known)}, not {self.dtype!r}")
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise InvalidParameterError(f"groups are {self.groups!r}, expected an integer of at least 1")
-        for name, dtype in (("scales", self.scales), ("offsets", self.offsets)):
-            if dtype not in DTYPES and not (name == "offsets" and dtype is None):
-                raise InvalidParameterError(f"{name} are {dtype!r}, expected {' or '.join(DTYPES)}")
+        scales = (POWERS,) if self.dtype == FLOAT4 else DTYPES
+        if self.scales not in scales:
+            raise InvalidParameterError(f"scales are {self.scales!r}, expected {' or '.join(scales)}")
+        offsets = (None,) if self.dtype == FLOAT4 else (*DTYPES, None)
+        if self.offsets not in offsets:
+            raise InvalidParameterError(f"offsets are {self.offsets!r}, expected {' or '.join(map(str, offsets))}")
 
 
 Formats = Mapping[str, Format]  # by name of weight, of quantised weights only
@@ -97,7 +102,7 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
         last = spec.axes[-1] if form.groups > 1 else "group"
         scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype=form.scales)
         values = replace(spec, dtype=form.dtype)
-        if form.dtype == UINT4:
+        if form.dtype in PACKED:
             values = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] // 2))
         offsets = None if form.offsets is None else replace(scales, init="zeros", dtype=form.offsets)
         return QuantisedWeight(values=values, scales=scales, offsets=offsets)
@@ -119,7 +124,7 @@ def specs_like(params: ParamTree, cfg: ModelConfig) -> ParamTree:
 
 
 def _format_of(leaf: QuantisedWeight[Any]) -> Format:
-    dtype = UINT4 if is_packed(leaf) else leaf.values.dtype.name
+    dtype = values_dtype(leaf)
     if leaf.scales is None:
         return Format(dtype)
     offsets = None if leaf.offsets is None else leaf.offsets.dtype.name

@@ -5,15 +5,18 @@ that computes in float32, are the numbers themselves. Symmetric, round to neares
 Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", section 3. Four-bit values are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds column i of
-the group in its low bits, and column i + half the group's size in its high bits.
+the group in its low bits, and column i + half the group's size in its high bits. They are integers or, where scales are
+bytes, floats: MXFP4, a value of e2m1 times a power of two (OCP Microscaling Formats Specification v1.0, sections 5.3.3
+and 5.4.1).
 """
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ferrum_jax.contract.errors import InvalidParameterError
 
@@ -21,6 +24,9 @@ Leaf = TypeVar("Leaf")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; int8's -128 is not used
 NARROW = ("bfloat16", "float16")  # values that are the numbers themselves, without scales
 UINT4 = "uint4"  # name of four-bit values, packed two to a uint8
+FLOAT4 = "float4_e2m1fn"  # name of four-bit floats, packed likewise; their scales are POWERS
+PACKED = (UINT4, FLOAT4)
+POWERS = "uint8"  # dtype of scales that are powers of two: 2 ** (byte - 127), and 0 for 0
 MIDDLE = 8.0  # the four-bit value that means 0 if there are no offsets
 
 
@@ -33,7 +39,7 @@ class QuantisedWeight(Generic[Leaf]):
     """
 
     values: Leaf  # int8, float8_e4m3fn, bfloat16 or float16 [..., F, D], or uint8 [..., F, D / 2] of two numbers each
-    scales: Leaf | None = None  # floating [..., F, G]: one for D / G adjacent columns; G = 1: one scale per channel
+    scales: Leaf | None = None  # floating or POWERS [..., F, G]: one for D / G columns; G = 1: one scale per channel
     offsets: Leaf | None = None  # floating [..., F, G]
 
     @property
@@ -84,8 +90,25 @@ def halves(weight: QuantisedWeight) -> list[jax.Array]:
     """Returns the four-bit values in the low and in the high bits, `[..., F, G, D / G / 2]` each, in float32."""
     assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
+    found = packed & jnp.uint8(15), packed >> jnp.uint8(4)
+    if weight.scales.dtype == jnp.uint8:
+        return [_widen_e2m1(half) for half in found]
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
-    return [half.astype(jnp.float32) - middle for half in (packed & jnp.uint8(15), packed >> jnp.uint8(4))]
+    return [half.astype(jnp.float32) - middle for half in found]
+
+
+def _widen_e2m1(codes: Any) -> jax.Array:
+    """Converts four-bit floats through float16, whose exponent has three bits more and a bias larger by 14."""
+    wide = jnp.asarray(codes).astype(jnp.uint16)
+    bits = (wide & 7) << 9 | (wide & 8) << 12
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**14)
+
+
+def _wide_scales(scales: Any) -> jax.Array:
+    """Returns scales in float32; POWERS become its exponents."""
+    if scales.dtype != jnp.uint8:
+        return scales.astype(jnp.float32)
+    return lax.bitcast_convert_type(jnp.asarray(scales).astype(jnp.uint32) << 23, jnp.float32)
 
 
 def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
@@ -102,7 +125,7 @@ def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
 def scaled(values: jax.Array, weight: QuantisedWeight) -> jax.Array:
     """Applies scales and offsets to values `[..., F, G, columns]`, in float32."""
     assert weight.scales is not None
-    found = values * weight.scales.astype(jnp.float32)[..., None]
+    found = values * _wide_scales(weight.scales)[..., None]
     return found if weight.offsets is None else found + weight.offsets.astype(jnp.float32)[..., None]
 
 
@@ -110,6 +133,14 @@ def is_packed(weight: QuantisedWeight) -> bool:
     """True if two values share a byte."""
     values: Any = weight.values
     return jnp.dtype(values.dtype) == jnp.uint8
+
+
+def values_dtype(weight: QuantisedWeight) -> str:
+    """Returns the name of the values' type: that of their dtype, UINT4 or FLOAT4."""
+    values, scales = cast(Any, weight.values), cast(Any, weight.scales)
+    if not is_packed(weight):
+        return values.dtype.name
+    return FLOAT4 if scales is not None and scales.dtype == POWERS else UINT4
 
 
 def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.quantisation import Format
-from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
+from ferrum_jax.ops.quantised import FLOAT4, POWERS, UINT4, QuantisedWeight, pack
 from ferrum_jax.weights.packed import BLOCKS, MXFP4_GROUP, SCALES, PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry
 from ferrum_jax.weights.scheme import AWQ, GPTQ, MXFP4, PLAIN, WORDS, Scheme
@@ -68,15 +68,36 @@ def decode_stack(parts: Parts) -> NDArray[Any]:
     Raises:
         InvalidFormatError: a scale is NaN, or so large that numbers may not be finite in float32.
     """
-    blocks, scales = parts[BLOCKS], parts[SCALES]
-    if (largest := scales.max(initial=0)) > _LARGEST_POWER:
-        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
+    blocks, scales = _checked_stack(parts)
     experts, outputs, groups, _ = blocks.shape
     found = np.empty((experts, outputs, groups * MXFP4_GROUP), ml_dtypes.bfloat16)
     for own, bytes_, powers in zip(found, blocks, scales, strict=True):  # in float32 for one expert at a time
         wide = _PAIRS[bytes_].reshape(outputs, groups, MXFP4_GROUP)
         own[:] = np.ldexp(wide, powers.astype(np.int32)[..., None] - 127).reshape(outputs, -1)
     return found
+
+
+def stack_to_leaf(parts: Parts) -> QuantisedWeight[np.ndarray]:
+    """Returns the quantised leaf `[E, F, D]` of a stack in MXFP4; its numbers below 2**-126 count as 0.
+
+    Raises:
+        InvalidFormatError: as `decode_stack`.
+    """
+    blocks, scales = _checked_stack(parts)
+    experts, outputs, _, bytes_ = blocks.shape
+    values = np.empty((experts, outputs, blocks.shape[2] * bytes_), np.uint8)
+    for own, pairs in zip(values, blocks, strict=True):  # from pairs of adjacent numbers to halves of a group
+        low, high = pairs & np.uint8(15), pairs >> np.uint8(4)
+        numbers = np.stack([low, high], axis=-1).reshape(outputs, -1, 2, bytes_)
+        own[:] = (numbers[:, :, 0] | numbers[:, :, 1] << np.uint8(4)).reshape(outputs, -1)
+    return QuantisedWeight(values=values, scales=scales)
+
+
+def _checked_stack(parts: Parts) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    blocks, scales = parts[BLOCKS], parts[SCALES]
+    if (largest := scales.max(initial=0)) > _LARGEST_POWER:
+        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
+    return blocks, scales
 
 
 def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
@@ -156,12 +177,12 @@ def native_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry],
 
     Raises:
         UnsupportedError: its groups are not runs of adjacent columns, all of one size (an even one for values of four
-            bits), or its values are four-bit floats.
+            bits).
     """
     columns, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
     if scheme.packing == MXFP4:
-        problem = "its values are floats of four bits"
-    elif scheme.is_ordered or "weight_g_idx" in weight.tensors:
+        return Format(FLOAT4, columns // size, POWERS)
+    if scheme.is_ordered or "weight_g_idx" in weight.tensors:
         problem = "its columns were quantised in the order of their activations (desc_act), so that any share a scale"
     elif columns % size:
         problem = f"blocks of {size} do not divide its {columns} inputs"

@@ -24,7 +24,15 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.weights.assemble import stored_apart, stored_axes
-from ferrum_jax.weights.codes import Codes, decode, decode_stack, native_format, read_codes, to_leaf
+from ferrum_jax.weights.codes import (
+    Codes,
+    decode,
+    decode_stack,
+    native_format,
+    read_codes,
+    stack_to_leaf,
+    to_leaf,
+)
 from ferrum_jax.weights.packed import PackedWeight, find_stacks, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import (
     FLOATS,
@@ -160,12 +168,13 @@ class SafetensorsSource:
                 if not skip:
                     raise
         for name, parts in stored_apart(self._specs, {}).items():
-            if not found.keys().isdisjoint(parts):
-                if skip:
-                    found = {own: form for own, form in found.items() if own not in parts}
-                    continue
+            form, *others = {found.pop(part, None) for part in parts}
+            if not others and form is not None:
+                found[name] = form
+            elif others and not skip:
                 raise UnsupportedError(
-                    f"{name}: experts have no native format; without quantize='keep' they are dequantised"
+                    f"{self.path}: the experts of {name} have different formats, and no native one as a stack; without "
+                    "quantize='keep' they are dequantised"
                 )
         return found
 
@@ -174,6 +183,8 @@ class SafetensorsSource:
         assert self._scheme is not None
         form = native_format(name, self._packed[name], self._entries, self._scheme)
         with self._naming(name):
+            if self._scheme.packing == MXFP4:
+                return stack_to_leaf(self._read_parts(name))
             return to_leaf(self._read_codes(name), self._scheme, form)
 
     def _read_codes(self, name: str) -> Codes:

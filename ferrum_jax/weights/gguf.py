@@ -22,6 +22,7 @@ from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
+from ferrum_jax.weights.huge_pages import stack_in_turn
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -85,29 +86,22 @@ class GgufSource:
         return {name: names[kind] for name, kind in self._kinds.items() if kind in names}
 
     def native_formats(self, *, skip: bool = False) -> Formats:
-        """Returns the formats of the quantised matrices in their native quantisation.
-
-        Raises:
-            UnsupportedError: there are quantised experts, unless `skip` leaves them out.
-        """
-        found = {}
-        for name, shape in self._shapes.items():
-            if len(shape) < 2 or (form := native_format(self._kind_of(name), shape[-1])) is None:
-                continue
-            if len(shape) > 2:
-                if skip:
-                    continue
-                raise UnsupportedError(
-                    f"{self.path}: experts, such as {name}, have no native format; without quantize='keep' they are "
-                    "dequantised"
-                )
-            found[name] = form
-        return found
+        """Returns the formats of the quantised matrices in their native quantisation: every type has one."""
+        shapes = {name: shape for name, shape in self._shapes.items() if len(shape) > 1}
+        found = {name: native_format(self._kind_of(name), shape[-1]) for name, shape in shapes.items()}
+        return {name: form for name, form in found.items() if form is not None}
 
     def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
-        """Reads one quantised matrix in its native quantisation."""
+        """Reads one quantised matrix, or a stack of experts, in its native quantisation."""
         kind, data = self._kinds[name], self._tensors[name].data
-        return self._take(name, lambda shape: to_leaf(kind, data, shape))
+
+        def make(shape: tuple[int, ...]) -> QuantisedWeight[np.ndarray]:
+            *experts, rows, columns = shape
+            if not experts:
+                return to_leaf(kind, data, (rows, columns))
+            return stack_in_turn((to_leaf(kind, own, (rows, columns)) for own in data), len(data))
+
+        return self._take(name, make)
 
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:

@@ -103,6 +103,7 @@ FORMS = {
     "fp8": Format("float8_e4m3fn", 3),
     "two numbers a byte": Format("uint4", 6),
     "with offsets": Format("uint4", 3, "float32", "float32"),
+    "floats of four bits": Format("float4_e2m1fn", 3, "uint8"),
     "sixteen bits": Format("bfloat16"),
 }
 
@@ -139,6 +140,9 @@ def _draw(form: Format, size: int) -> QuantisedWeight[Any]:
     wide = rng.standard_normal((size, size)).astype(np.float32)
     if form.dtype == "bfloat16":
         return QuantisedWeight(values=wide.astype(jnp.bfloat16))
+    if form.dtype == "float4_e2m1fn":
+        values = rng.integers(256, size=(size, size // 2)).astype(np.uint8)
+        return QuantisedWeight(values=values, scales=rng.integers(120, 131, (size, form.groups)).astype(np.uint8))
     if form.dtype != "uint4":
         return quantise_weight(wide, form.dtype, form.groups)
     scales, offsets = rng.standard_normal((2, size, form.groups)).astype(np.float32)

@@ -136,6 +136,17 @@ def test_a_product_equals_that_of_what_the_weight_stands_for(
     assert relative(vocabulary_logits(x, kept), vocabulary_logits(x, plain)) < SAME
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_a_product_of_four_bit_floats_equals_that_of_what_they_stand_for(tokens: int):
+    rng = np.random.default_rng(tokens)
+    values = rng.integers(256, size=(2003, 48)).astype(np.uint8)
+    kept = QuantisedWeight(jnp.asarray(values), jnp.asarray(rng.integers(120, 131, (2003, 3)).astype(np.uint8)))
+    x, plain = jnp.asarray(drawn(tokens, 96)), dequantise_weight(kept, "float32")
+    assert relative(jax.jit(linear)(x, kept), linear(x, plain)) < SAME
+    assert relative(jax.grad(lambda x: linear(x, kept).sum())(x), jax.grad(lambda x: linear(x, plain).sum())(x)) < SAME
+    assert rows_of(kept, jnp.array([3, 5]), "bfloat16").dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "shape"), by_default([(50, (97, 10)), (10, (7, 10)), (1, (23, 10)), (200, (64, 10))], (50, (97, 10)))

@@ -42,6 +42,9 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
         return jax.device_put(normal(seed, *shape).astype(kind))
     if kind == "int8 a channel":
         return jax.device_put(quantise_weight(normal(seed, *shape), "int8"))
+    if kind == "float4":
+        values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2)).astype(np.uint8)
+        return jax.device_put(QuantisedWeight(values, rng.integers(120, 131, (*shape[:-1], groups)).astype(np.uint8)))
     scales = (rng.random((*shape[:-1], groups), np.float32) + 0.5).astype(np.float16)
     offsets = rng.standard_normal(scales.shape).astype(np.float16) if kind.endswith("offsets") else None
     if kind.startswith("int8"):
@@ -57,7 +60,8 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
 
 MANY = 64  # rows of a product above which AVX2's are summed in another order
 KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
-KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets"]
+KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4"]
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def wide(weight: Any) -> NDArray[np.float64]:
@@ -66,13 +70,15 @@ def wide(weight: Any) -> NDArray[np.float64]:
         return np.asarray(getattr(weight, "values", weight), np.float64)
     values, scales = np.asarray(weight.values), np.asarray(weight.scales, np.float32)[..., None]
     groups = values.reshape(*scales.shape[:-1], -1)
-    if values.dtype == np.uint8:
+    if weight.scales.dtype == np.uint8:
+        groups, scales = E2M1[np.concatenate([groups & 15, groups >> 4], axis=-1)], np.exp2(scales - 127)
+    elif values.dtype == np.uint8:
         groups = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(np.int8)
         groups -= np.int8(8 if weight.offsets is None else 0)
     found = groups.astype(np.float32) * scales
     if weight.offsets is not None:
         found += np.asarray(weight.offsets, np.float32)[..., None]
-    return found.reshape(*values.shape[:-1], -1).astype(np.float64)
+    return found.reshape(*weight.shape).astype(np.float64)
 
 
 def check_product(found: Any, x: NDArray[Any], weight: NDArray[Any]) -> None:
@@ -202,12 +208,14 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
 @example("int8 with offsets", 750, 2, 14, 7, 0)
 @example("uint4", 192, 16, 14, 130, 0)  # parts of whole groups, the longest that there is room for
 @example("uint4", 768, 4, 14, 130, 0)
+@example("float4", 32, 90, 14, 1, 0)  # the width of GPT-OSS, which does not fill the last step
+@example("float4", 32, 3, 14, 70, 0)
 def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outputs: int, rows: int, seed: int):
     x, weight = normal(seed, rows, groups * size), make_weight(kind, seed, outputs, groups * size, size=size)
     check_product(product(x, weight), x, wide(weight))
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, "float32", "int8", "uint4 with offsets"))
+@pytest.mark.parametrize("kind", by_default(KINDS, "float32", "int8", "uint4 with offsets", "float4"))
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     dense = kind in native.FLOATS
     for inputs in (

@@ -7,16 +7,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from numpy.typing import NDArray
 
 import ferrum_jax
+from ferrum_jax import models
 from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models.quantisation import formats_of
+from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops import native
 from ferrum_jax.weights.gguf import GgufSource
 from tests import tiny
+from tests.weights.scalar_ggml import draw_blocks, read_blocks
 from tests.weights.test_gguf import finish, interleave, open_writer, refuse
 
 Tensors = dict[str, NDArray[np.float32]]
@@ -285,19 +292,36 @@ def test_experts_in_the_form_of_old_are_refused_by_name(tmp_path: Path):
     assert "experts are stored one by one" in refuse(path, UnsupportedError)
 
 
-def test_quantised_experts_are_not_kept(tmp_path: Path):
-    config = tiny.CONFIGS["qwen3_moe"] | {"hidden_size": 64, "moe_intermediate_size": 32}
-    path = tmp_path / "model.gguf"
+@pytest.mark.parametrize("kinds", [("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")], ids=["one format", "Q4_K_M"])
+def test_quantised_experts_are_kept(kinds: tuple[str, str], tmp_path: Path):
+    config = tiny.CONFIGS["qwen3_moe"] | {"hidden_size": 256, "moe_intermediate_size": 256}
+    path, drawn = tmp_path / "model.gguf", {}
     writer = open_writer(path, config, "qwen3moe")
     _describe(writer, config, "qwen3moe")
-    for key, tensor in converted("qwen3_moe", tiny.tensors(config)).items():
+    for seed, (key, tensor) in enumerate(converted("qwen3_moe", tiny.tensors(config)).items()):
         if key.endswith("_exps.weight"):
-            blocks = np.zeros((*tensor.shape[:2], tensor.shape[2] // 32 * 34), np.uint8)
-            writer.add_tensor(key, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+            kind = kinds["down" in key]
+            experts, rows, columns = tensor.shape
+            blocks = draw_blocks(kind, (experts * rows, columns), seed)
+            drawn[key] = read_blocks(kind, blocks, (experts * rows, columns)).reshape(tensor.shape)
+            writer.add_tensor(key, blocks.reshape(experts, rows, -1), raw_dtype=GGMLQuantizationType[kind])
         else:
             writer.add_tensor(key, tensor)
     finish(writer)
-    params, _ = ferrum_jax.load_params(path)
-    assert not params["model"]["layers"][0]["mlp"]["experts"]["gate_proj"]["weight"].any()
-    with pytest.raises(UnsupportedError, match=r"experts, such as .*, have no native format"):
-        ferrum_jax.load_params(path, quantize="keep")
+    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
+    plain, _ = ferrum_jax.load_params(path, "float32", quantize="none")
+    assert len(formats_of(kept)) == len(drawn) == 3 * cfg.num_hidden_layers
+    read = named_leaves(models.dequantise(kept))
+    for name, leaf in named_leaves(plain).items():
+        np.testing.assert_allclose(read[name], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
+    experts = read["model.layers.1.mlp.experts.down_proj.weight"]
+    np.testing.assert_allclose(experts, drawn["blk.1.ffn_down_exps.weight"], rtol=1e-6, atol=1e-4)
+    run, tokens = jax.jit(models.forward, static_argnums=2), jnp.array([[3, 1, 4, 1, 5, 9]])
+    wanted = run(plain, tokens, cfg)
+    np.testing.assert_allclose(run(kept, tokens, cfg), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+    wishes: list[dict[str, Any]] = [{}, {"attention": "xla", "quantize": "keep"}]  # kernels keep by default
+    for options in wishes:
+        with ferrum_jax.load(path, max_seqs=2, kv_capacity=16, dtype="float32", **options) as runner:
+            assert formats_of(runner.params) or not (options or native.instruction_set())
+            found = runner.forward_verify("a", tokens[0].tolist())
+            np.testing.assert_allclose(found, wanted[0], rtol=0, atol=1e-4 * np.abs(wanted).max())

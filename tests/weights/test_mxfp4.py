@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,9 +14,11 @@ from safetensors.numpy import save_file
 
 import ferrum_jax
 from ferrum_jax import models
-from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError
+from ferrum_jax.models.quantisation import Format, formats_of
 from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.ops.quantised import quantise_weight
+from ferrum_jax.ops import native
+from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, quantise_weight
 from ferrum_jax.weights.codes import decode_stack
 from tests import tiny
 
@@ -80,6 +83,15 @@ def test_every_byte_with_every_scale_is_the_number_it_stands_for():
     np.testing.assert_array_equal(found.astype(np.float32), by_hand(blocks, scales), strict=True)
 
 
+def test_every_value_with_every_scale_is_kept_as_the_number_it_stands_for():
+    """But for the two smallest scales, with which some numbers are below float32's least normal number."""
+    codes, scales = np.tile(np.arange(256, dtype=np.uint8), (251, 1)), np.arange(2, 253, dtype=np.uint8)[:, None]
+    found = np.asarray(dequantise_weight(QuantisedWeight(codes, scales), "bfloat16"), np.float32)
+    numbers = [e2m1(code & 15) for code in range(256)] + [e2m1(code >> 4) for code in range(256)]
+    expected = np.array(numbers, np.float32) * np.exp2(scales.astype(np.float32) - 127)
+    np.testing.assert_array_equal(found, expected, strict=True)
+
+
 def test_a_folder_is_read_as_the_numbers_it_stands_for(tmp_path: Path):
     tensors, products = contents()
     params, cfg = ferrum_jax.load_params(write(tmp_path), "float32")
@@ -115,9 +127,33 @@ def test_it_is_converted_and_quantised_anew(quantize: str | None, tmp_path: Path
     jax.tree.map(np.testing.assert_array_equal, leaf, expected)
 
 
-def test_it_is_not_kept(tmp_path: Path):
-    message = refuse(write(tmp_path), UnsupportedError, quantize="keep")
-    assert "has no native format: its values are floats of four bits" in message
+@pytest.mark.parametrize("source", ["folder", "Orbax"])
+def test_it_is_kept(source: str, tmp_path: Path):
+    folder = path = write(tmp_path / "packed")
+    if source == "Orbax":
+        path = ferrum_jax.convert(folder, tmp_path / "made", "float32", progress=False, quantize="keep")
+    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
+    tensors, products = contents()
+    assert set(formats_of(kept).values()) == {Format("float4_e2m1fn", groups, "uint8") for groups in (2, 3)}
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(kept["model"]["layers"][0]["mlp"]["experts"]))
+    assert held == sum(tensor.nbytes for name, tensor in tensors.items() if "layers.0.mlp.experts" in name)
+    read = named_leaves(models.dequantise(kept))
+    for name, stack in products.items():
+        np.testing.assert_array_equal(read[name], stack, err_msg=name)
+    wishes: list[dict[str, Any]] = [{}, {"layout": "checkpoint"}, {"attention": "xla"}]
+    for options in wishes:
+        tokens = tiny.prompt("gpt_oss")[:9]
+        wanted = np.asarray(models.forward(models.dequantise(kept), jnp.array([tokens]), cfg))[0]
+        with ferrum_jax.load(path, "float32", max_seqs=1, kv_capacity=16, quantize="keep", **options) as runner:
+            assert formats_of(runner.params) == formats_of(kept) or options == {}
+            assert runner.model_info().dtype is not None
+            np.testing.assert_allclose(runner.forward_verify("a", tokens), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason="no kernels")
+def test_kernels_keep_it_by_default(tmp_path: Path):
+    with ferrum_jax.load(write(tmp_path), max_seqs=1, kv_capacity=16) as runner:
+        assert {form.dtype for form in formats_of(runner.params).values()} == {"float4_e2m1fn"}
 
 
 def test_what_contradicts_the_format_is_refused_by_name(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply with float32, 16-bit, int8 and 4-bit weights (with NEON only few tokens), attend over the paged KV, choose
+They multiply with weights in float32, 16, 8 and 4 bits (with NEON only few tokens), attend over the paged KV, choose
 tokens, find the likeliest ones, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result
 does not depend on the other rows: the order of a product's sums is fixed, with two exceptions. With a quantised weight
 it differs between up to four rows and more, and with AVX2, except for an expert's weight, between up to 64 rows and
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
-from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
+from ferrum_jax.ops.quantised import PACKED, POWERS, QuantisedWeight, is_packed
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
@@ -76,8 +76,8 @@ def digest() -> str | None:
 
 
 def reads(values: str, inputs: int) -> bool:
-    """Whether the kernels multiply by `inputs` columns of a dtype (`uint4`: two to a byte), scaled in groups."""
-    return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
+    """Whether the kernels multiply by `inputs` columns of a type of values, which if quantised are scaled in groups."""
+    return values in FLOATS or (values in ("int8", *PACKED) and inputs <= MOST_INPUTS)
 
 
 def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: int | None = None) -> bool:
@@ -100,10 +100,10 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
     columns, groups = weight.shape[-1], weight.scales.shape[-1]
     return (
         weight.values.dtype.name in ("int8", "uint8")
-        and weight.scales.dtype.name in FLOATS
+        and weight.scales.dtype.name in (*FLOATS, *[POWERS] * is_packed(weight))
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0
-        and (weight.offsets is None or weight.offsets.dtype in (weight.scales.dtype, jnp.float32))
+        and (weight.offsets is None or weight.offsets.dtype.name in {weight.scales.dtype.name, "float32"} - {POWERS})
     )
 
 

@@ -64,8 +64,11 @@ bool kind_of(ffi::DataType type, Kind* kind) {
   }
 }
 
+bool is_float(Kind kind) { return kind == Kind::kFloat32 || kind == Kind::kBFloat16 || kind == Kind::kFloat16; }
+bool is_packed(Kind kind) { return kind == Kind::kUint4 || kind == Kind::kFloat4; }
+
 bool kind_of_pool(ffi::DataType type, Kind* kind) {
-  if (type != ffi::DataType::F8E4M3FN) return kind_of(type, kind) && *kind != Kind::kInt8 && *kind != Kind::kUint4;
+  if (type != ffi::DataType::F8E4M3FN) return kind_of(type, kind) && is_float(*kind);
   *kind = Kind::kFloat8;
   return true;
 }
@@ -77,32 +80,39 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (!values.has_value() || !kind_of(values->element_type(), &a->kind)) return "a weight of this type has no kernel";
   auto sizes = values->dimensions();
   if (sizes.size() != 2 && sizes.size() != 3) return "a weight has two axes, a stack of them three";
-  const bool is_quantised = a->kind == Kind::kInt8 || a->kind == Kind::kUint4;
+  const bool is_quantised = !is_float(a->kind);
   a->weight = values->untyped_data();
   a->outputs = sizes[sizes.size() - 2];
-  a->inputs = sizes[sizes.size() - 1] * (a->kind == Kind::kUint4 ? 2 : 1);
+  a->inputs = sizes[sizes.size() - 1] * (is_packed(a->kind) ? 2 : 1);
   *count = sizes.size() == 3 ? sizes[0] : 1;
   if (is_quantised != (parts.size() > 1)) return "a weight has scales if it is quantised";
   if (!is_quantised) return nullptr;
   auto scales = parts.get<ffi::AnyBuffer>(1);
   if (!scales.has_value() || !kind_of(scales->element_type(), &a->scale_kind)) return "scales have another type";
+  if (is_packed(a->kind) && a->scale_kind == Kind::kUint4) {  // values with scales in bytes are floats
+    a->kind = Kind::kFloat4;
+    a->scale_kind = Kind::kPower;
+  } else if (!is_float(a->scale_kind)) {
+    return "scales have another type";
+  }
   a->scales = scales->untyped_data();
   a->groups = scales->dimensions()[scales->dimensions().size() - 1];
   const auto is_of_groups = [&](const auto& of) { return int64_t(of.element_count()) == *count * a->outputs * a->groups; };
   if (!is_of_groups(*scales)) return "each group of each weight has a scale";
-  if (a->groups < 1 || a->inputs % a->groups || (a->kind == Kind::kUint4 && a->inputs / a->groups % 2))
+  if (a->groups < 1 || a->inputs % a->groups || (is_packed(a->kind) && a->inputs / a->groups % 2))
     return "the groups do not divide the inputs";
   if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
   if (parts.size() < 3) return nullptr;
   auto offsets = parts.get<ffi::AnyBuffer>(2);
   if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
   if (!is_of_groups(*offsets)) return "each group of each weight has an offset";
+  if (a->kind == Kind::kFloat4) return "floats of four bits have no offsets";
   if (a->offset_kind != a->scale_kind && a->offset_kind != Kind::kFloat32) return "offsets are not as the scales";
   a->offsets = offsets->untyped_data();
   return nullptr;
 }
 
-int64_t size_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : kind == Kind::kInt8 || kind == Kind::kUint4 ? 1 : 2; }
+int64_t size_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : is_float(kind) ? 2 : 1; }
 
 template <class T> const void* ahead(const void* p, T bytes) { return p ? static_cast<const char*>(p) + bytes : p; }
 
@@ -110,7 +120,7 @@ template <class T> const void* ahead(const void* p, T bytes) { return p ? static
 Linear take(const Linear& stack, int64_t at) {
   Linear a = stack;
   const int64_t numbers = at * a.outputs * a.inputs, groups = at * a.outputs * a.groups;
-  a.weight = ahead(a.weight, a.kind == Kind::kUint4 ? numbers / 2 : numbers * size_of(a.kind));
+  a.weight = ahead(a.weight, is_packed(a.kind) ? numbers / 2 : numbers * size_of(a.kind));
   a.scales = ahead(a.scales, groups * size_of(a.scale_kind));
   a.offsets = ahead(a.offsets, groups * size_of(a.offset_kind));
   return a;

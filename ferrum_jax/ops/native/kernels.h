@@ -5,15 +5,15 @@
 
 namespace ferrum {
 
-enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kFloat8 };
+enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kFloat4, kPower, kFloat8 };
 
 // y[b, n] = sum over k of x[b, k] * w[n, k], in float32. With groups, w[n, k] = value * scale + offset of its group.
 struct Linear {
   const float* const* x;  // `rows` pointers to K numbers each
   float* const* y;        // as many to N
-  const void* weight;     // [N, K]; kUint4: [N, K / 2], byte i of a group has its column i low, i + half of it high
+  const void* weight;     // [N, K]; 4 bits: [N, K / 2], byte i of a group has its column i low, i + half of it high
   const void* scales;     // [N, groups], or null
-  const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8 of four bits means 0
+  const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8 of kUint4 means 0
   Kind kind, scale_kind, offset_kind;
   int64_t rows, inputs, outputs, groups;
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call

@@ -346,9 +346,10 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 }
 
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
-// is to know it (0: it does not). Four bits without offsets have one of -8 scales.
+// is to know it (0: it does not). Integers of four bits without offsets have one of -8 scales.
 template <class V, class S, class O, int kSize> struct Quantised {
-  static constexpr bool kIsPacked = sizeof(V) == sizeof(Nibbles) && !std::is_same_v<V, int8_t>;
+  static constexpr bool kIsPacked = !std::is_same_v<V, int8_t>;
+  static constexpr bool kHasNibbles = std::is_same_v<V, Nibbles>;
   const V* values;
   const S* scales;
   const O* offsets;
@@ -361,7 +362,7 @@ template <class V, class S, class O, int kSize> struct Quantised {
   const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size()) / (kIsPacked ? 2 : 1); }
   float scale(int64_t n, int64_t g) const { return widen(scales[n * groups + g]); }
   float offset(int64_t n, int64_t g, float scale) const {
-    return offsets ? widen(offsets[n * groups + g]) : kIsPacked ? -8.0f * scale : 0.0f;
+    return offsets ? widen(offsets[n * groups + g]) : kHasNibbles ? -8.0f * scale : 0.0f;
   }
 };
 
@@ -391,12 +392,12 @@ void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, int64_t from,
   for (; (g + 1) * w.size() <= last; g++) widen_some(g, 0, w.size());
   if (g * w.size() < last) widen_some(g, 0, last - g * w.size());
 }
-template <class S, class O, int kSize>
-void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+template <class V, class S, class O, int kSize>
+void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
   const int64_t half = w.size() / 2;
   for (int64_t g = from / w.size(); g < (from + count) / w.size(); g++, to += w.size()) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
-    const Nibbles* p = w.at(n, g);
+    const V* p = w.at(n, g);
     int64_t k = 0;
     for (; k + kLanes <= half; k += kLanes) {
       Vector low, high;
@@ -405,8 +406,8 @@ void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, int64_t from
       store(to + half + k, high * scale + offset);
     }
     for (; k < half; k++) {
-      to[k] = float(p[k].bits & 15) * scale + offset;
-      to[half + k] = float(p[k].bits >> 4) * scale + offset;
+      to[k] = low_of(p[k]) * scale + offset;
+      to[half + k] = high_of(p[k]) * scale + offset;
     }
   }
 }
@@ -414,8 +415,8 @@ void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, int64_t from
 // Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
 //
 // Bytes meet x as it is. Nibbles are taken from 32-bit words, the j-th of a word with a mask instead of a shift, so that it
-// counts 16^j fold but for the last; x is in the order in which they then come, each number divided by as much. A step
-// is a vector of words, which has some groups or a part of one.
+// counts 16^j fold but for the last; x is in the order in which they then come, each number divided by as much. Floats of
+// four bits are looked up, as they are. A step is a vector of words, which has some groups or a part of one.
 constexpr int64_t kStepBytes = 4 * kLanes, kStepNumbers = 8 * kLanes;
 constexpr int64_t kLeastGroup = 8;
 constexpr int64_t kTile = 12;  // rows of the weight whose scales are widened together
@@ -452,7 +453,8 @@ void prepare(const Quantised<V, S, O, kSize>& w, const float* x, float* prepared
       const int64_t word = (g * bytes + i) / 4;
       const float* own = x + g * w.size() + i;
       float* to = prepared + word / kLanes * kStepNumbers + word % kLanes;
-      for (int j = 0; j < 8; j++) to[j * kLanes] = own[j / 2 + j % 2 * bytes] * (j < 7 ? 1.0f / float(1 << 4 * j) : 1.0f);
+      for (int j = 0; j < 8; j++)
+        to[j * kLanes] = own[j / 2 + j % 2 * bytes] * (w.kHasNibbles && j < 7 ? 1.0f / float(1 << 4 * j) : 1.0f);
     }
 }
 
@@ -488,9 +490,9 @@ inline void multiply_groups(const Quantised<int8_t, S, O, kSize>& w, const int8_
     for (int b = 0; b < B; b++) own[b] += w.size();
   }
 }
-template <int R, int B, class S, class O, int kSize>
-inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibbles* p, const float* const* x,
-                            const float* scales, Vector (*sums)[B]) {
+template <int R, int B, class V, class S, class O, int kSize>
+inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+                            Vector (*sums)[B]) {
   const int64_t stride = w.inputs / 2, bytes = w.size() / 2;
   const float* own[B];
   for (int b = 0; b < B; b++) own[b] = x[b];
@@ -513,7 +515,7 @@ inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibb
       for (int b = 0; b < B; b++) v[b] = load(own[b] + j * kLanes);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const Vector values = nibble(words[r], j);
+        const Vector values = number_of(words[r], j, V());
 #pragma GCC unroll 4
         for (int b = 0; b < B; b++) parts[r][b] += values * v[b];
       }
@@ -533,7 +535,7 @@ inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibb
 // Outputs n to n + count of B rows, R rows of the weight at a time; at most a tile.
 template <int R, int B, class V, class S, class O, int kSize>
 void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
-  const bool has_offsets = w.offsets || w.kIsPacked;
+  const bool has_offsets = w.offsets || w.kHasNibbles;
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
 #pragma GCC unroll 4
@@ -573,7 +575,7 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first
       const int64_t count = least(kTile, last - n);
       widen_numbers(w.scales + n * w.groups, count * w.groups, scales);
       if (w.offsets) widen_numbers(w.offsets + n * w.groups, count * w.groups, offsets);
-      else if (w.kIsPacked) for (int64_t i = 0; i < count * w.groups; i++) offsets[i] = -8.0f * scales[i];
+      else if (w.kHasNibbles) for (int64_t i = 0; i < count * w.groups; i++) offsets[i] = -8.0f * scales[i];
       int64_t row = 0;
       for (; row + 4 <= rows; row += 4) few_outputs<kRowsOfFour, 4>(w, few, row, n, count);
       switch (rows - row) {
@@ -601,20 +603,22 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   many_rows<R>(a, w.kIsPacked ? 4 : 8, part, near, first, last);
 }
 
-// Calls f with the types of the weight's scales and offsets, as null pointers to them.
-template <class F> void by_scales(const Linear& a, const F& f) {
+// Calls f with the types of the scales and offsets of a weight of V, as null pointers to them.
+template <class V, class F> void by_scales(const Linear& a, const F& f) {
   const bool same = !a.offsets || a.offset_kind == a.scale_kind;
   const BFloat16* brain = nullptr;
   const Float16* half = nullptr;
   const float* single = nullptr;
-  switch (a.scale_kind) {
+  const Power* power = nullptr;
+  if constexpr (std::is_same_v<V, Float4>) return f(power, single);
+  else switch (a.scale_kind) {
     case Kind::kBFloat16: return same ? f(brain, brain) : f(brain, single);
     case Kind::kFloat16: return same ? f(half, half) : f(half, single);
     default: return f(single, single);
   }
 }
 template <class V> void quantised_by_scales(const Linear& a, int64_t first, int64_t last) {
-  by_scales(a, [&](auto* s, auto* o) {
+  by_scales<V>(a, [&](auto* s, auto* o) {
     using S = std::decay_t<decltype(*s)>;
     using O = std::decay_t<decltype(*o)>;
     a.inputs == 32 * a.groups ? quantised<V, S, O, 32>(a, first, last) : quantised<V, S, O, 0>(a, first, last);
@@ -625,7 +629,7 @@ template <class W> void widen_dense(const Linear& a, float* to, int64_t first, i
   widen_numbers(static_cast<const W*>(a.weight) + first * a.inputs, (last - first) * a.inputs, to + first * a.inputs);
 }
 template <class V> void widen_quantised(const Linear& a, float* to, int64_t first, int64_t last) {
-  by_scales(a, [&](auto* s, auto* o) {
+  by_scales<V>(a, [&](auto* s, auto* o) {
     using S = std::decay_t<decltype(*s)>;
     using O = std::decay_t<decltype(*o)>;
     const Quantised<V, S, O, 0> any(a);
@@ -643,6 +647,8 @@ void widen(const Linear& a, float* to, int64_t first, int64_t last) {
     case Kind::kFloat16: return widen_dense<Float16>(a, to, first, last);
     case Kind::kInt8: return widen_quantised<int8_t>(a, to, first, last);
     case Kind::kUint4: return widen_quantised<Nibbles>(a, to, first, last);
+    case Kind::kFloat4: return widen_quantised<Float4>(a, to, first, last);
+    default: return;
   }
 }
 
@@ -653,6 +659,8 @@ void linear(const Linear& a, int64_t first, int64_t last) {
     case Kind::kFloat16: return dense(a, static_cast<const Float16*>(a.weight), first, last);
     case Kind::kInt8: return quantised_by_scales<int8_t>(a, first, last);
     case Kind::kUint4: return quantised_by_scales<Nibbles>(a, first, last);
+    case Kind::kFloat4: return quantised_by_scales<Float4>(a, first, last);
+    default: return;
   }
 }
 

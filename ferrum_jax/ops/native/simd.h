@@ -28,7 +28,9 @@ typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 struct Float8 { uint8_t bits; };   // e4m3fn: 4 bits of exponent, no infinity
-struct Nibbles { uint8_t bits; };  // two numbers
+struct Nibbles { uint8_t bits; };  // two integers
+struct Float4 { uint8_t bits; };   // two floats of e2m1: one bit of sign, two of exponent, one of fraction
+struct Power { uint8_t bits; };    // e8m0: a power of two, as float32's exponent
 
 template <int N> struct Size { static constexpr int value = N; };
 
@@ -78,6 +80,13 @@ inline float widen(Float8 x) {
   return sign ? -size : size;
 }
 inline float widen(int8_t x) { return x; }
+inline float widen(Power x) { return cast<float>(uint32_t(x.bits) << 23); }
+
+alignas(64) constexpr float kFloat4[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+inline float low_of(Nibbles x) { return float(x.bits & 15); }
+inline float high_of(Nibbles x) { return float(x.bits >> 4); }
+inline float low_of(Float4 x) { return kFloat4[x.bits & 15]; }
+inline float high_of(Float4 x) { return kFloat4[x.bits >> 4]; }
 
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, BFloat16* to) {  // to nearest, ties to even
@@ -142,6 +151,16 @@ inline void load(const Nibbles* p, Vector* low, Vector* high) {
   *low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
   *high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
 }
+inline Vector load(const Power* p) {
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+}
+// The floats of the lowest four bits of each lane.
+inline Vector lowest_float4(__m512i codes) { return _mm512_permutexvar_ps(codes, _mm512_load_ps(kFloat4)); }
+inline void load(const Float4* p, Vector* low, Vector* high) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  *low = lowest_float4(both);
+  *high = lowest_float4(_mm512_srli_epi32(both, 4));
+}
 #elif defined(__AVX2__)
 inline Vector load(const BFloat16* p) {
   return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
@@ -159,6 +178,19 @@ inline void load(const Nibbles* p, Vector* low, Vector* high) {
   *low = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
   *high = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
 }
+inline Vector load(const Power* p) {
+  return (Vector)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+}
+// The floats of the lowest four bits of each lane: three say the size, the fourth the sign.
+inline Vector lowest_float4(__m256i codes) {
+  const __m256 size = _mm256_permutevar8x32_ps(_mm256_load_ps(kFloat4), codes);
+  return _mm256_xor_ps(size, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31)));
+}
+inline void load(const Float4* p, Vector* low, Vector* high) {
+  const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  *low = lowest_float4(both);
+  *high = lowest_float4(_mm256_srli_epi32(both, 4));
+}
 #else
 template <class T> inline Vector load(const T* p) {
   Vector v;
@@ -169,22 +201,27 @@ template <class T> inline Vector load(const T* p) {
 inline Vector load(const Float16* p) { return (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 inline Vector load(const BFloat16* p) { return (Vector)vshll_n_u16(vld1_u16(&p->bits), 16); }
 #endif
-inline void load(const Nibbles* p, Vector* low, Vector* high) {
+template <class T> inline void load(const T* p, Vector* low, Vector* high) {
   for (int i = 0; i < kLanes; i++) {
-    (*low)[i] = p[i].bits & 15;
-    (*high)[i] = p[i].bits >> 4;
+    (*low)[i] = low_of(p[i]);
+    (*high)[i] = high_of(p[i]);
   }
+}
+inline Vector lowest_float4(Integers codes) {
+  Vector v;
+  for (int i = 0; i < kLanes; i++) v[i] = kFloat4[codes[i] & 15];
+  return v;
 }
 #endif
 
-// A vector of words of eight nibbles each, or the bytes of one that are there; and the j-th nibbles, 16^j fold but for
-// the last.
-inline Integers load_words(const Nibbles* p) {
+// A vector of words of eight numbers each, or the bytes of one that are there; and the j-th numbers: integers 16^j fold
+// but for the last.
+template <class V> inline Integers load_words(const V* p) {
   Integers words;
   std::memcpy(&words, p, sizeof words);
   return words;
 }
-inline Integers load_words(const Nibbles* p, int64_t bytes) {
+template <class V> inline Integers load_words(const V* p, int64_t bytes) {
 #if defined(__AVX512F__)
   return (Integers)_mm512_maskz_loadu_epi8((__mmask64(1) << bytes) - 1, p);
 #else
@@ -193,9 +230,16 @@ inline Integers load_words(const Nibbles* p, int64_t bytes) {
   return words;
 #endif
 }
-inline Vector nibble(Integers words, int j) {
+inline Vector number_of(Integers words, int j, Nibbles) {
   return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
 }
+#if defined(__AVX512F__)
+inline Vector number_of(Integers words, int j, Float4) { return lowest_float4((__m512i)(words >> 4 * j)); }
+#elif defined(__AVX2__)
+inline Vector number_of(Integers words, int j, Float4) { return lowest_float4((__m256i)(words >> 4 * j)); }
+#else
+inline Vector number_of(Integers words, int j, Float4) { return lowest_float4(words >> 4 * j); }
+#endif
 
 // `count` numbers at p, each in as many lanes as `width` says, a power of two, and then zeros.
 inline Vector spread(const float* p, int64_t count, int64_t width) {
