@@ -58,7 +58,7 @@ class AsyncLLM:
         request_id: str | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the answer so far each time it grows, and at last the finished one with its `finish_reason`.
@@ -127,7 +127,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int | Sequence[int] | None = None,
         return_errors: bool = False,
     ) -> AsyncIterator[tuple[int, RequestOutput]]:

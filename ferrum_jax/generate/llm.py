@@ -233,7 +233,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int | Sequence[int] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
@@ -283,7 +283,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int | Sequence[int] | None = None,
         return_errors: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -411,7 +411,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int = 0,
     ) -> Stream:
         """Yields the answer piece by piece, as soon as a piece can no longer change.
@@ -431,7 +431,7 @@ class LLM:
         params: SamplingParams,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int = 0,
     ) -> list[Request]:
         """Returns requests for the engine, one for each of the `n` answers; the others are `copies` of the first.
@@ -466,7 +466,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Sequence[Any] | None = (),
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Any:

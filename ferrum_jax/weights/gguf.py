@@ -5,7 +5,8 @@ stored in bytes; the scales of a K block are products of two numbers, so they be
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, Unsuppor
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
+from ferrum_jax.ops.quantised import FLOAT4, PACKED, POWERS, UINT4, QuantisedWeight, pack
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
 from ferrum_jax.weights.huge_pages import stack_in_turn
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
 
 SHARED_GATE = ".shared_expert_gate.weight"
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # values; scales and offsets, [blocks, groups] each
@@ -55,7 +56,7 @@ class GgufSource:
             raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
         self._names = named_leaves(family(self.config).param_specs(self.config))
         self._tensors = self._by_hf_name(header.architecture)
-        self._shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        self._shapes = {name: _shape_of(tensors) for name, tensors in self._tensors.items()}
         for name, shape in self._shapes.items():
             if name.endswith(SHARED_GATE) and len(shape) == 1:  # a gate with one row is stored as a vector
                 self._shapes[name] = (1, *shape)
@@ -68,9 +69,9 @@ class GgufSource:
         """Dequantises one tensor to float32."""
         from gguf.quants import dequantize
 
-        tensor, kind = self._tensors[name], self._kinds[name]
+        kind = self._kinds[name]
 
-        def make(shape: tuple[int, ...]) -> np.ndarray:
+        def make(tensor: "ReaderTensor", shape: tuple[int, ...]) -> np.ndarray:
             # Copied, as a view of float32 data would keep the whole file mapped while the parameters live.
             data = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
             return data.astype(np.float32, copy=kind == "F32")
@@ -93,13 +94,13 @@ class GgufSource:
 
     def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
         """Reads one quantised matrix, or a stack of experts, in its native quantisation."""
-        kind, data = self._kinds[name], self._tensors[name].data
+        kind = self._kinds[name]
 
-        def make(shape: tuple[int, ...]) -> QuantisedWeight[np.ndarray]:
+        def make(tensor: "ReaderTensor", shape: tuple[int, ...]) -> QuantisedWeight[np.ndarray]:
             *experts, rows, columns = shape
             if not experts:
-                return to_leaf(kind, data, (rows, columns))
-            return stack_in_turn((to_leaf(kind, own, (rows, columns)) for own in data), len(data))
+                return to_leaf(kind, tensor.data, (rows, columns))
+            return stack_in_turn((to_leaf(kind, own, (rows, columns)) for own in tensor.data), len(tensor.data))
 
         return self._take(name, make)
 
@@ -109,18 +110,27 @@ class GgufSource:
         return {name: self._kind_of(name) for name in self._names if name in self._tensors}
 
     def _kind_of(self, name: str) -> str:
-        tensor = self._tensors[name]
-        if (kind := tensor.tensor_type.name) not in TYPES:
-            raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
+        first, *others = self._tensors[name]
+        kind = first.tensor_type.name
+        for tensor in (first, *others):
+            if (own := tensor.tensor_type.name) not in TYPES:
+                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {own}, supported are {', '.join(TYPES)}")
+            if own != kind:
+                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {own}, but {first.name} is {kind}")
         return kind
 
-    def _take(self, name: str, make: Callable[[Any], Any]) -> Any:
-        """Reads one tensor by `make(shape)` and converts it to Hugging Face's order of rows and offset of norms."""
-        try:
-            made = make(self._shapes[name])
-        except (ValueError, IndexError) as problem:
-            stored = self._tensors[name].name
-            raise InvalidFormatError(f"{self.path}: tensor {stored} cannot be read: {problem}") from None
+    def _take(self, name: str, make: Callable[["ReaderTensor", tuple[int, ...]], Any]) -> Any:
+        """Reads a parameter's tensors by `make(tensor, shape)`; converts to Hugging Face's rows and offset of norms."""
+        tensors, shape = self._tensors[name], self._shapes[name]
+        if len(tensors) > 1:
+            shape = (shape[0], shape[1] // len(tensors), *shape[2:])
+        found = []
+        for tensor in tensors:
+            try:
+                found.append(make(tensor, shape))
+            except (ValueError, IndexError) as problem:
+                raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
+        made = found[0] if len(found) == 1 else jax.tree.map(_alternate, *found)
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         module = name.split(".")[-2]
         if self._architecture.interleaves and module in heads:
@@ -129,12 +139,19 @@ class GgufSource:
             return made - np.float32(self._architecture.norm_offset)
         return made
 
-    def _by_hf_name(self, architecture: str) -> dict[str, "ReaderTensor"]:
+    def _by_hf_name(self, architecture: str) -> dict[str, "tuple[ReaderTensor, ...]"]:
+        """Returns the tensors that each parameter is made of: one, or two whose rows alternate."""
         from gguf import MODEL_ARCH, get_tensor_name_map
 
-        by_gguf_name = {tensor.name: tensor for tensor in self.file.tensors if tensor.name not in FREQUENCIES}
-        names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], self.config.num_hidden_layers)
+        by_gguf_name = {tensor.name: (tensor,) for tensor in self.file.tensors if tensor.name not in FREQUENCIES}
+        names = get_tensor_name_map(MODEL_ARCH[architecture.upper().replace("-", "_")], self.config.num_hidden_layers)
         found = {}
+        for layer, (part, stored) in itertools.product(
+            range(self.config.num_hidden_layers), self._architecture.parts.items()
+        ):
+            given = [by_gguf_name.pop(f"blk.{layer}.{name}", ()) for name in stored]
+            if all(given):
+                found[f"model.layers.{layer}.{part}"] = tuple(tensor for tensors in given for tensor in tensors)
         for module in dict.fromkeys(name.rsplit(".", 1)[0] for name in self._names):
             gguf_name = names.get_name(module)
             for leaf in ("weight", "bias"):
@@ -142,6 +159,17 @@ class GgufSource:
                 if tensor is not None:
                     found[f"{module}.{leaf}"] = tensor
         return found | by_gguf_name
+
+
+def _shape_of(tensors: "Sequence[ReaderTensor]") -> tuple[int, ...]:
+    """Returns the shape of a parameter, rows first."""
+    shape = tuple(int(size) for size in reversed(tensors[0].shape))
+    return shape if len(tensors) == 1 else (shape[0], sum(int(one.shape[-2]) for one in tensors), *shape[2:])
+
+
+def _alternate(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Joins two stacks `[E, F, ...]` to `[E, 2 F, ...]`, row by row in turn."""
+    return np.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -173,7 +201,7 @@ def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[n
     values, scales, offsets = found.split(np.ascontiguousarray(data).reshape(-1, found.num_bytes))
     values, groups = values.reshape(shape), shape[1] // found.group_size
     return QuantisedWeight(
-        values=pack(values.astype(np.uint8, copy=False), groups) if found.values == UINT4 else values.astype(np.int8),
+        values=pack(values.astype(np.uint8, copy=False), groups) if found.values in PACKED else values.astype(np.int8),
         scales=np.array(scales.reshape(shape[0], groups), found.scales),
         offsets=None if offsets is None else np.array(offsets.reshape(shape[0], groups), found.scales),
     )
@@ -240,4 +268,5 @@ _KINDS = {
     "Q4_K": _Kind(32, UINT4, "float32", True, 144, _q4_k),
     "Q5_K": _Kind(32, "int8", "float32", True, 176, _q5_k),
     "Q6_K": _Kind(16, "int8", "float32", False, 210, _q6_k),
+    "MXFP4": _Kind(32, FLOAT4, POWERS, False, 17, lambda b: (_nibbles(b[:, 1:]), b[:, :1], None)),
 }

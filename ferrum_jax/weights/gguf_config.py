@@ -6,7 +6,7 @@ llama.cpp has them in its code (`src/llama-model.cpp`) are the same here.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,8 @@ class Architecture:
     interleaves: bool = False  # rotated pairs of rows of the query and key projections are adjacent
     norm_offset: float = 0.0  # added to the weights of norms by the conversion to GGUF
     partial_rotary: bool = False  # True: heads may be rotated in part only
+    # Tensors of a layer that make the parameters of other names; of two, rows alternate.
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_config(header: Header) -> dict[str, Any]:
@@ -161,6 +163,10 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
         scaling |= {"rope_type": "longrope", "attention_factor": header.get("rope.scaling.attn_factor")}
     elif kind == "longrope":
         raise UnsupportedError("rope.scaling.type is longrope, and there are no tensors rope_factors_long and _short")
+    elif kind != "yarn" and (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:
+        raise UnsupportedError(
+            f"{header.architecture}.rope.scaling.attn_factor = {share} is not implemented for {kind}"
+        )
     elif kind == "none":
         return None
     elif kind == "yarn":
@@ -275,9 +281,30 @@ def _phi3(header: Header) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(header: Header) -> dict[str, Any]:
+    scaling = _rope_scaling(header) or {"rope_type": "default"}
+    return {
+        "model_type": "gpt_oss",
+        "num_experts": None,
+        "num_local_experts": header.need("expert_count"),
+        "num_experts_per_tok": header.need("expert_used_count"),
+        "intermediate_size": header.shape("blk.0.ffn_gate_exps.weight")[1],
+        "rope_scaling": scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {}),
+    }
+
+
+_GPT_OSS_PARTS = {
+    "self_attn.sinks": ("attn_sinks.weight",),
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(_gemma2, norm_offset=1.0),
     "gemma3": Architecture(_gemma3, norm_offset=1.0),
+    "gpt-oss": Architecture(_gpt_oss, parts=_GPT_OSS_PARTS),
     "granite": Architecture(_granite, interleaves=True),
     "llama": Architecture(_llama, interleaves=True),
     "olmo2": Architecture(_olmo2),

@@ -96,7 +96,7 @@ def test_requests_of_one_batch_have_each_their_own(runner: ModelRunner, params: 
 
 def test_points_may_come_from_an_iterator_and_none_captures_nothing(runner: ModelRunner):
     llm = LLM.from_model(runner)
-    assert llm.generate(PROMPTS[0], PARAMS, capture=None)[0].captured == {}  # pyright: ignore[reportArgumentType]
+    assert llm.generate(PROMPTS[0], PARAMS, capture=None)[0].captured == {}
     (out,) = llm.generate(PROMPTS[0], PARAMS, capture=iter(POINTS))  # pyright: ignore[reportArgumentType]
     assert sorted(out.captured) == sorted(POINTS)
 

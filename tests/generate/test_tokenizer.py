@@ -249,7 +249,10 @@ def test_every_end_that_a_gguf_names_is_an_eos_id(tmp_path: Path):
     [
         (["<|endoftext|>", "<|assistant|>", "<|end|>"], ["<|endoftext|>", "<|end|>"]),  # Phi-4
         (["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"], ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
-        (["<|return|>", "<|end|>", "<|endoftext|>"], ["<|endoftext|>"]),  # GPT-OSS: `<|end|>` ends one of its messages
+        (  # GPT-OSS: `<|end|>` ends one of its messages
+            ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"],
+            ["<|return|>", "<|call|>", "<|endoftext|>"],
+        ),
         (["<|im_start|>", "<|im_end|>"], ["<|im_end|>"]),
     ],
 )

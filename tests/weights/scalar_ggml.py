@@ -58,6 +58,11 @@ def _q6_k(block: bytes) -> list[float]:
     return numbers
 
 
+def _mxfp4(block: bytes) -> list[float]:
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return [2.0 ** (block[0] - 127) * (-sizes[q - 8] if q > 7 else sizes[q]) for q in _nibbles(block[1:17])]
+
+
 def _nibbles(data: bytes) -> list[int]:
     return [byte & 15 for byte in data] + [byte >> 4 for byte in data]
 
@@ -87,6 +92,7 @@ FORMATS: dict[str, tuple[int, int, tuple[int, ...], Callable[[bytes], list[float
     "Q4_K": (SUPER, 144, (0, 2), _q4_k),
     "Q5_K": (SUPER, 176, (0, 2), _q5_k),
     "Q6_K": (SUPER, 210, (208,), _q6_k),
+    "MXFP4": (BLOCK, 17, (), _mxfp4),
 }
 
 
@@ -98,6 +104,8 @@ def draw_blocks(kind: str, shape: tuple[int, int], seed: int) -> NDArray[np.uint
     for at in halves:
         values = draw.uniform(-0.01, 0.01, size=len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = values[:, None].view(np.uint8)
+    if kind == "MXFP4":  # its scale is a power of two
+        blocks[:, 0] = draw.randint(118, 123, size=len(blocks))
     return blocks.reshape(shape[0], -1)
 
 

@@ -38,7 +38,7 @@ PARTS = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps", "mlp.router": "ffn_gate_inp",
 }  # fmt: skip
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 SANDWICH = {
@@ -47,15 +47,18 @@ SANDWICH = {
 }  # fmt: skip
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 INTERLEAVED = ("llama", "granite", "smollm3")
-ARCHITECTURES = {"gemma3": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "gemma3": "gemma3", "gpt_oss": "gpt-oss", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {  # what a file of the family cannot say is as llama.cpp has it
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3": {"query_pre_attn_scalar": 20, "sliding_window_pattern": 3, "rope_local_base_freq": 10000.0},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "qwen2_moe": {"mlp_only_layers": [], "use_sliding_window": False},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
 }
-FAMILIES = ("gemma2", "gemma3", "granite", "mixtral", "olmo2", "phi3", "phi3_short", "qwen2_moe", "qwen3_moe",
-            "smollm3")  # fmt: skip
+FAMILIES = ("gemma2", "gemma3", "gpt_oss", "granite", "mixtral", "olmo2", "phi3", "phi3_short", "qwen2_moe",
+            "qwen3_moe", "smollm3")  # fmt: skip
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -71,6 +74,12 @@ def converted(name: str, tensors: Mapping[str, NDArray[np.float32]]) -> Tensors:
     cfg, architecture, found = ModelConfig.from_hf(config_of(name)), architecture_of(name), {}
     for key, tensor in stacked(tensors).items():
         module, leaf = key.rsplit(".", 1)
+        if leaf == "sinks":
+            found[f"blk.{key.split('.')[2]}.attn_sinks.weight"] = tensor
+            continue
+        if name == "gpt_oss" and module.endswith("experts"):
+            found |= _gpt_oss_experts(f"blk.{key.split('.')[2]}", leaf, tensor)
+            continue
         if architecture in INTERLEAVED and module.endswith(("q_proj", "k_proj")):
             heads = cfg.num_attention_heads if module.endswith("q_proj") else cfg.num_key_value_heads
             tensor = interleave(tensor, heads)
@@ -82,11 +91,23 @@ def converted(name: str, tensors: Mapping[str, NDArray[np.float32]]) -> Tensors:
     return found
 
 
+def _gpt_oss_experts(block: str, leaf: str, tensor: NDArray[np.float32]) -> Tensors:
+    """Turns a stack `[E, in, out]`, and takes the gate's rows and those of up apart, which alternate in a folder."""
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    rows = tensor if kind == "bias" else np.ascontiguousarray(tensor.transpose(0, 2, 1))
+    if leaf.startswith("down"):
+        return {f"{block}.ffn_down_exps.{kind}": rows}
+    return {
+        f"{block}.ffn_{part}_exps.{kind}": np.ascontiguousarray(rows[:, at::2])
+        for at, part in enumerate(("gate", "up"))
+    }
+
+
 def renamed(module: str, architecture: str) -> str:
     if module in OUTSIDE:
         return OUTSIDE[module]
     _, _, layer, part = module.split(".", 3)
-    norms = SANDWICH if architecture.startswith(("gemma", "olmo")) else NORMS
+    norms = SANDWICH if architecture.startswith(("gemma", "olmo", "gpt-oss")) else NORMS
     return f"blk.{layer}.{(PARTS | norms)[part]}"
 
 
@@ -148,6 +169,10 @@ def _describe(writer: GGUFWriter, config: Mapping[str, Any], architecture: str) 
         writer.add_uint32("gemma3.attention.sliding_window_pattern", config["sliding_window_pattern"])
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+    if architecture == "gpt-oss":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config["rope_scaling"]["original_max_position_embeddings"])
     if architecture == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
@@ -271,6 +296,7 @@ def test_what_llama_cpp_takes_for_a_missing_field_is_taken(tmp_path: Path):
         ("granite", {"rope.scaling.finetuned": False}, "without rotary embeddings"),
         ("smollm3", {"attention.causal": False}, "smollm3.attention.causal = False is not implemented"),
         ("smollm3", {"rope.scaling.type": "longrope"}, "no tensors rope_factors_long"),
+        ("smollm3", {"rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 is not implemented for none"),
         ("smollm3", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
         ("olmo2", {"embedding_scale": 2.0}, "olmo2.embedding_scale = 2.0"),
         ("qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func = 2"),
@@ -292,13 +318,17 @@ def test_experts_in_the_form_of_old_are_refused_by_name(tmp_path: Path):
     assert "experts are stored one by one" in refuse(path, UnsupportedError)
 
 
-@pytest.mark.parametrize("kinds", [("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")], ids=["one format", "Q4_K_M"])
-def test_quantised_experts_are_kept(kinds: tuple[str, str], tmp_path: Path):
-    config = tiny.CONFIGS["qwen3_moe"] | {"hidden_size": 256, "moe_intermediate_size": 256}
-    path, drawn = tmp_path / "model.gguf", {}
-    writer = open_writer(path, config, "qwen3moe")
-    _describe(writer, config, "qwen3moe")
-    for seed, (key, tensor) in enumerate(converted("qwen3_moe", tiny.tensors(config)).items()):
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("qwen3_moe", ("Q8_0", "Q8_0")), ("qwen3_moe", ("Q4_K", "Q6_K")), ("gpt_oss", ("MXFP4", "MXFP4"))],
+    ids=["one format", "Q4_K_M", "MXFP4"],
+)
+def test_quantised_experts_are_kept(name: str, kinds: tuple[str, str], tmp_path: Path):
+    config = config_of(name) | {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256}
+    path, drawn, architecture = tmp_path / "model.gguf", {}, architecture_of(name)
+    writer = open_writer(path, config, architecture)
+    _describe(writer, config, architecture)
+    for seed, (key, tensor) in enumerate(converted(name, tiny.tensors(config)).items()):
         if key.endswith("_exps.weight"):
             kind = kinds["down" in key]
             experts, rows, columns = tensor.shape
@@ -310,11 +340,13 @@ def test_quantised_experts_are_kept(kinds: tuple[str, str], tmp_path: Path):
     finish(writer)
     kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
     plain, _ = ferrum_jax.load_params(path, "float32", quantize="none")
-    assert len(formats_of(kept)) == len(drawn) == 3 * cfg.num_hidden_layers
+    of_a_layer = 2 if name == "gpt_oss" else 3  # its gate and up are one parameter
+    assert len(formats_of(kept)) == of_a_layer * cfg.num_hidden_layers
+    assert len(drawn) == 3 * cfg.num_hidden_layers
     read = named_leaves(models.dequantise(kept))
-    for name, leaf in named_leaves(plain).items():
-        np.testing.assert_allclose(read[name], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
-    experts = read["model.layers.1.mlp.experts.down_proj.weight"]
+    for key, leaf in named_leaves(plain).items():
+        np.testing.assert_allclose(read[key], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=key)
+    experts = read[f"model.layers.1.mlp.experts.down_proj{'.weight' * (name != 'gpt_oss')}"]
     np.testing.assert_allclose(experts, drawn["blk.1.ffn_down_exps.weight"], rtol=1e-6, atol=1e-4)
     run, tokens = jax.jit(models.forward, static_argnums=2), jnp.array([[3, 1, 4, 1, 5, 9]])
     wanted = run(plain, tokens, cfg)
