@@ -16,7 +16,6 @@ using ferrum::Kind;
 using ferrum::Linear;
 
 constexpr int64_t kAhead = 8;       // rows of the weight that passes fetch ahead together, at least
-constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
 constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where the weight comes in the order of memory
 constexpr int kStreamed = 8;        // rows of x that a row of the weight meets at once, at most
@@ -33,6 +32,10 @@ template <class T> inline void widen_numbers(const T* from, int64_t count, float
   for (; i < count; i++) to[i] = widen(from[i]);
 }
 template <class W> inline void fetch(const W* p) { __builtin_prefetch(p, 0, 3); }
+
+template <class W> inline void fetch_all(const W* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += int64_t(64 / sizeof(W))) fetch(p + i);
+}
 
 constexpr auto kNothing = [](int64_t, auto) {};  // fetches nothing
 
@@ -199,12 +202,19 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
         const Strip<float> strip = near(n, made, from, count);
         const char* next = static_cast<const char*>(a.weight) + (n + R) * stride + from * bits / 8;
         float* const* y = a.y + begin;
-        int64_t row = 0;
-        for (int64_t line = 0; made == R && row + 4 <= rows; row += 4) {
-          for (; line < lines * (row + 4) / rows; line++) fetch(next + line % R * stride + line / R * 64);
+        int64_t row = 0, line = 0;
+        const auto fetch_to = [&](int64_t end) {
+          for (; line < end; line++) fetch(next + line % R * stride + line / R * 64);
+        };
+        for (; made == R && row + 4 <= rows; row += 4) {
+          fetch_to(lines * (row + 4) / rows);
           multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing);
         }
-        for (; made == R && row < rows; row++) multiply<R, 1>(x + row, 0, strip, n, y + row, kNothing);
+        fetch_to(lines);
+        if (made == R && row < rows) {
+          by_size<3>(rows - row, [&](auto rest) { multiply<R, rest.value>(x + row, 0, strip, n, y + row, kNothing); });
+          row = rows;
+        }
         for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing);
       }
     }
@@ -532,9 +542,16 @@ inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, cons
   }
 }
 
-// Outputs n to n + count of B rows, R rows of the weight at a time; at most a tile.
-template <int R, int B, class V, class S, class O, int kSize>
-void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
+// Rows of a quantised weight that meet B rows of x together.
+template <class V, int B> constexpr int rows_beside() {
+  if (!std::is_same_v<V, int8_t> && (B == 1 || kManyRegisters)) return 4;
+  return B == 1 ? 1 : B == 2 ? 3 : kManyRegisters ? 2 : 1;
+}
+
+// Outputs n to n + count of B rows; at most a tile. Within the caller the compiler keeps sums in memory.
+template <int B, class V, class S, class O, int kSize>
+[[gnu::noinline]] void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
+  constexpr int R = rows_beside<V, B>();
   const bool has_offsets = w.offsets || w.kHasNibbles;
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
@@ -562,6 +579,7 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first
   alignas(64) float room[3 * ferrum::kMostInputs];  // for rows of x
   alignas(64) float scales[kTile * ferrum::kMostInputs / kLeastGroup], offsets[kTile * ferrum::kMostInputs / kLeastGroup];
   const int64_t numbers = prepared_inputs(w), most_rows = least(3 * ferrum::kMostInputs / (numbers + w.groups), kMostPrepared);
+  constexpr int kTogether = w.kIsPacked && kManyRegisters ? 2 : 4;  // of four rows and more
   const float* x[kMostPrepared];
   for (int64_t begin = 0; begin < a.rows; begin += most_rows) {
     const int64_t rows = least(most_rows, a.rows - begin);
@@ -573,16 +591,14 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first
     const Few few{x, sums, a.y + begin, scales, offsets};
     for (int64_t n = first; n < last; n += kTile) {
       const int64_t count = least(kTile, last - n);
+      fetch_all(w.scales + (n + kTile) * w.groups, kTile * w.groups);
+      if (w.offsets) fetch_all(w.offsets + (n + kTile) * w.groups, kTile * w.groups);
       widen_numbers(w.scales + n * w.groups, count * w.groups, scales);
       if (w.offsets) widen_numbers(w.offsets + n * w.groups, count * w.groups, offsets);
       else if (w.kHasNibbles) for (int64_t i = 0; i < count * w.groups; i++) offsets[i] = -8.0f * scales[i];
       int64_t row = 0;
-      for (; row + 4 <= rows; row += 4) few_outputs<kRowsOfFour, 4>(w, few, row, n, count);
-      switch (rows - row) {
-        case 3: few_outputs<kRowsOfFour, 3>(w, few, row, n, count); break;
-        case 2: few_outputs<3, 2>(w, few, row, n, count); break;
-        case 1: few_outputs<Quantised<V, S, O, kSize>::kIsPacked ? 4 : 1, 1>(w, few, row, n, count); break;
-      }
+      for (; row + 4 <= rows; row += kTogether) few_outputs<kTogether>(w, few, row, n, count);
+      if (row < rows) by_size<3>(rows - row, [&](auto rest) { few_outputs<rest.value>(w, few, row, n, count); });
     }
   }
 }
@@ -595,6 +611,10 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
   const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
+    if (from == 0) {
+      fetch_all(w.scales + (n + R) * w.groups, R * w.groups);
+      if (w.offsets) fetch_all(w.offsets + (n + R) * w.groups, R * w.groups);
+    }
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
     return Strip<float>{wide, part, count, from == 0};
   };
