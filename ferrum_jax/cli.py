@@ -193,7 +193,7 @@ def plan(
     ] = None,
     context: Annotated[int, typer.Option(help="Positions of every sequence")] = 8192,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, int8 or float8_e4m3fn [default: bfloat16]")
+        str | None, typer.Option(help="bfloat16, float16, int8, float8_e4m3fn or mxfp4 [default: bfloat16]")
     ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of cached keys and values, fp8 for 8 bits [default: that of activations]")

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
-from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
+from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.ops.quantised import LARGEST
+from ferrum_jax.models.specs import ParamSpec, ParamTree, named_leaves
+from ferrum_jax.ops.quantised import FLOAT4, LARGEST, POWERS
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.weights.folder import read_json
-from ferrum_jax.weights.scheme import split_packing
+from ferrum_jax.weights.packed import MXFP4_GROUP
+from ferrum_jax.weights.scheme import MXFP4, split_packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
     Args:
         model: one of `CONFIGURATIONS`, in any case, the path of a `config.json`, or of a folder that has one.
         dtype: `bfloat16` or `float16`: of weights and activations; `int8` or `float8_e4m3fn`: every matrix in so many
-            bits with a scale for each of its rows, activations in bfloat16, as `load` has them with this `quantize`.
+            bits with a scale for each of its rows, activations in bfloat16, as `load` has them with this `quantize`;
+            `mxfp4`: experts in four bits, as GPT-OSS is published and `quantize="keep"` has it, the rest in bfloat16.
             None: bfloat16, into which `load` dequantises folders and GGUF files on an accelerator by default. (Data
             sheets say nothing of products in full float32.)
 
@@ -51,7 +53,7 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         FerrumError: a file cannot be read.
     """
     plain = tuple(name for name in DTYPES if name != "float32")
-    known = (*plain, *LARGEST)
+    known = (*plain, *LARGEST, MXFP4)
     if dtype is not None and dtype not in known:
         raise ConfigError(f"dtype is {safe_repr(dtype)}, expected {', '.join(known[:-1])} or {known[-1]}")
     name, fields = model.lower(), CONFIGURATIONS.get(model.lower())
@@ -66,4 +68,14 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
     cfg = ModelConfig.from_hf(split_packing(fields)[0])
     if dtype in LARGEST:
         return Subject(name=name, cfg=cfg, formats=choose_formats(cfg, dtype))
+    if dtype == MXFP4:
+        experts = [spec for spec in named_leaves(family(cfg).param_specs(cfg)).items() if _is_expert(spec[1])]
+        formats = {own: Format(FLOAT4, spec.shape[-1] // MXFP4_GROUP, POWERS) for own, spec in experts}
+        if not formats or any(spec.shape[-1] % MXFP4_GROUP for _, spec in experts):
+            raise ConfigError(f"dtype is mxfp4, but {name} has no experts whose inputs 32 divides")
+        return Subject(name=name, cfg=cfg, formats=formats)
     return Subject(name=name, cfg=cfg, dtype=dtype or "bfloat16")
+
+
+def _is_expert(spec: ParamSpec) -> bool:
+    return spec.axes[0] == "expert" and len(spec.shape) == 3

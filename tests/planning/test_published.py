@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.models.specs import named_leaves, num_parameters
+from ferrum_jax.models.quantisation import Format
+from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.planning.subject import read_subject
 from tests import tiny
@@ -22,6 +23,8 @@ from tests import tiny
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-v3", 671_026_419_200),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_a_model_has_as_many_parameters_as_its_checkpoint(name: str, count: int):
@@ -38,6 +41,10 @@ def test_a_model_is_read_in_what_load_makes_of_it():
     assert leaves["model.layers.9.mlp.experts.down_proj.weight.values"].dtype == "float8_e4m3fn"
     assert leaves["model.layers.9.mlp.experts.down_proj.weight.scales"].shape == (256, 7168, 1)
     assert read_subject("llama-3.1-8b", "int8").weights == "int8"
+    oss = read_subject("gpt-oss-20b", "mxfp4")
+    assert {name.rpartition(".")[2] for name in oss.formats} == {"gate_up_proj", "down_proj"}
+    assert set(oss.formats.values()) == {Format("float4_e2m1fn", 90, "uint8")}
+    assert num_bytes(oss.specs, oss.dtype) == 13_761_264_768  # of all tensors of the published checkpoint
 
 
 def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path):
@@ -47,13 +54,15 @@ def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path):
 
 
 def test_what_is_no_model_or_dtype_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"dtype is mxfp4, but llama-3.1-8b has no experts whose inputs 32 divides"):
+        read_subject("llama-3.1-8b", "mxfp4")
     with pytest.raises(ConfigError, match=r"nowhere is no file or folder, and known names are llama-3.1-8b"):
         read_subject("nowhere")
     for other in (tmp_path, tmp_path / "m.gguf"):
         with pytest.raises(UnsupportedError, match=r"has no config\.json"):
             read_subject(str(other))
     for dtype in ("float32", "int3"):
-        with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8 or"):
+        with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8, float8_e4m3fn or mxfp4"):
             read_subject("llama-3.1-8b", dtype)
     for name in ("quantization_config", "compression_config"):  # the second of earlier compressed-tensors
         packed = CONFIGURATIONS["qwen3-8b"] | {name: {"quant_method": "gptq", "bits": 4, "group_size": 64}}

@@ -579,7 +579,7 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first
   alignas(64) float room[3 * ferrum::kMostInputs];  // for rows of x
   alignas(64) float scales[kTile * ferrum::kMostInputs / kLeastGroup], offsets[kTile * ferrum::kMostInputs / kLeastGroup];
   const int64_t numbers = prepared_inputs(w), most_rows = least(3 * ferrum::kMostInputs / (numbers + w.groups), kMostPrepared);
-  constexpr int kTogether = w.kIsPacked && kManyRegisters ? 2 : 4;  // of four rows and more
+  constexpr int kTogether = Quantised<V, S, O, kSize>::kIsPacked && kManyRegisters ? 2 : 4;  // of four rows and more
   const float* x[kMostPrepared];
   for (int64_t begin = 0; begin < a.rows; begin += most_rows) {
     const int64_t rows = least(most_rows, a.rows - begin);
