@@ -66,7 +66,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "XLA's products": (NAME, {"attention": "xla"}, "checkpoint"),
     "bfloat16": (NAME, {"dtype": "bfloat16"}, "checkpoint"),
     "weights that kernels read": (NAME, {"quantize": "int8"}, "scanned"),
-    "weights that no kernel reads": (NAME, {"quantize": "float8_e4m3fn"}, "checkpoint"),
+    "weights of eight bits": (NAME, {"quantize": "float8_e4m3fn"}, "scanned"),
     "layers of two kinds": ("qwen2_moe", {}, "checkpoint"),
     "latents": ("deepseek2", {}, "checkpoint"),
 }

@@ -16,7 +16,7 @@ from ferrum_jax.weights.hub import resolve
 
 PROMPT_LOOKUP = "prompt-lookup"
 DEFAULT_TOKENS = 4
-NO_SPECULATION = EngineConfig(spec_tokens=0)  # of the draft model itself
+NO_SPECULATION = EngineConfig(spec_tokens=0, mesh={})  # of the draft model itself, which is on one device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,13 +200,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder or of a `.gguf` file.
 
     Raises:
-        ConfigError: `path` is neither a str nor an `os.PathLike`.
+        ConfigError: `path` is empty, or neither a str nor an `os.PathLike`.
         NotFoundError: there is nothing at `path`.
         UnsupportedError: it is neither, or its kind of tokenizer is not implemented.
         InvalidFormatError: a file is malformed.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"tokenizer is {safe_repr(path)}, expected the path of one")
+    if not os.fspath(path):
+        raise ConfigError("tokenizer is '', expected the path of one")
     path = Path(path)
     if path.is_dir():
         return Tokenizer.from_folder(path)

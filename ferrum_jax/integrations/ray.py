@@ -25,7 +25,7 @@ from ferrum_jax.contract.errors import CancelledError, ConfigError, DeviceError,
 from ferrum_jax.generate.params import RequestOutput, Score
 
 CALLS = 64  # calls that the first process answers at a time, in one batch
-PATIENCE = 20.0  # seconds to wait for the first process's error after another process has ended
+PATIENCE = 20.0  # seconds to wait for the first process's error after another has ended, or for the LLM to close
 
 
 class RayLLM:
@@ -33,7 +33,7 @@ class RayLLM:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         mesh: MeshSizes,
         num_processes: int,
@@ -45,7 +45,7 @@ class RayLLM:
         """Starts the processes on the cluster that `ray.init` has connected to, and loads the model in them.
 
         Args:
-            path: as for `LLM`; it must exist on every host of the cluster.
+            path: as for `LLM`, None is the default model; it must exist on every host of the cluster.
             mesh: devices along the axes `expert` and `model`; all devices of all processes.
             num_processes: number of actors, which Ray places all at once.
             resources: resources of each actor, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU if not given.
@@ -101,7 +101,9 @@ class RayLLM:
                 )
                 self._processes.append(actor.remote())
             settings = {"progress": False} | settings | {"mesh": sizes}
-            loads = [process.load.remote(os.fspath(path), settings) for process in self._processes]
+            loads = [
+                process.load.remote(None if path is None else os.fspath(path), settings) for process in self._processes
+            ]
             ended, _ = ray.wait(loads)  # only the first process's `load` returns, unless a process fails
             first, _ = ray.wait(loads[:1], timeout=PATIENCE)  # its error says why another process has ended
             _answer((first or ended)[0])
@@ -143,8 +145,11 @@ class RayLLM:
         processes = self._processes
         try:
             if processes and ray.is_initialized():
-                with contextlib.suppress(DeviceError):  # processes are gone already
-                    _answer(processes[0].call.remote("close", (), {}))
+                # It waits in a line behind other callers' calls, which the end of the processes ends, too.
+                ended, _ = ray.wait([processes[0].call.remote("close", (), {})], timeout=PATIENCE)
+                if ended:
+                    with contextlib.suppress(DeviceError):  # processes are gone already
+                        _answer(ended[0])
         finally:
             self._stop()
 
@@ -188,7 +193,7 @@ def _free_address() -> str:
 class _Process:
     """The class of the actors."""
 
-    def load(self, path: str, settings: Mapping[str, Any]) -> None:
+    def load(self, path: str | None, settings: Mapping[str, Any]) -> None:
         """Loads the model; in processes other than the first, this returns only at the end."""
         llm: Any = importlib.import_module("ferrum_jax.generate.llm")
         self._llm = llm.LLM(path, **settings)

@@ -27,7 +27,7 @@ _AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output index of each number 
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
 
-_LARGEST_POWER = 252  # of MXFP4's scales: with larger ones not every number is finite in float32; 255 is NaN
+LARGEST_POWER = 252  # of MXFP4's scales: with larger ones not every number is finite in float32; 255 is NaN
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 _PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=-1)  # [256, 2]: the two numbers of each byte
@@ -95,8 +95,8 @@ def stack_to_leaf(parts: Parts) -> QuantisedWeight[np.ndarray]:
 
 def _checked_stack(parts: Parts) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     blocks, scales = parts[BLOCKS], parts[SCALES]
-    if (largest := scales.max(initial=0)) > _LARGEST_POWER:
-        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
+    if (largest := scales.max(initial=0)) > LARGEST_POWER:
+        raise InvalidFormatError(f"a scale is {largest}, at most {LARGEST_POWER} has finite numbers")
     return blocks, scales
 
 

@@ -21,6 +21,7 @@ from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import FLOAT4, PACKED, POWERS, UINT4, QuantisedWeight, pack
+from ferrum_jax.weights.codes import LARGEST_POWER
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
 from ferrum_jax.weights.huge_pages import stack_in_turn
@@ -56,7 +57,7 @@ class GgufSource:
             raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
         self._names = named_leaves(family(self.config).param_specs(self.config))
         self._tensors = self._by_hf_name(header.architecture)
-        self._shapes = {name: _shape_of(tensors) for name, tensors in self._tensors.items()}
+        self._shapes = {name: self._shape_of(tensors) for name, tensors in self._tensors.items()}
         for name, shape in self._shapes.items():
             if name.endswith(SHARED_GATE) and len(shape) == 1:  # a gate with one row is stored as a vector
                 self._shapes[name] = (1, *shape)
@@ -69,12 +70,10 @@ class GgufSource:
         """Dequantises one tensor to float32."""
         from gguf.quants import dequantize
 
-        kind = self._kinds[name]
-
         def make(tensor: "ReaderTensor", shape: tuple[int, ...]) -> np.ndarray:
             # Copied, as a view of float32 data would keep the whole file mapped while the parameters live.
             data = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-            return data.astype(np.float32, copy=kind == "F32")
+            return data.astype(np.float32, copy=tensor.tensor_type.name == "F32")
 
         return self._take(name, make)
 
@@ -84,19 +83,33 @@ class GgufSource:
     def stored_dtypes(self) -> dict[str, str]:
         """Returns the dtype of every 16-bit tensor."""
         names = {"F16": "float16", "BF16": "bfloat16"}
-        return {name: names[kind] for name, kind in self._kinds.items() if kind in names}
+        alike = {name: kinds[0] for name, kinds in self._kinds.items() if len(set(kinds)) == 1}
+        return {name: names[kind] for name, kind in alike.items() if kind in names}
 
     def native_formats(self, *, skip: bool = False) -> Formats:
-        """Returns the formats of the quantised matrices in their native quantisation: every type has one."""
-        shapes = {name: shape for name, shape in self._shapes.items() if len(shape) > 1}
-        found = {name: native_format(self._kind_of(name), shape[-1]) for name, shape in shapes.items()}
-        return {name: form for name, form in found.items() if form is not None}
+        """Returns the formats of the quantised matrices in their native quantisation.
+
+        Raises:
+            UnsupportedError: a parameter is made of tensors of different types, unless `skip` leaves it out.
+        """
+        found = {}
+        for name, shape in self._shapes.items():
+            kinds = sorted(set(self._kinds_of(name)))
+            form, *others = {native_format(kind, shape[-1]) if len(shape) > 1 else None for kind in kinds}
+            if not others and form is not None:
+                found[name] = form
+            elif others and not skip:
+                raise UnsupportedError(
+                    f"{self.path}: {name} is made of tensors in {' and '.join(kinds)}, which have no native format "
+                    "together; without quantize='keep' they are dequantised"
+                )
+        return found
 
     def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
         """Reads one quantised matrix, or a stack of experts, in its native quantisation."""
-        kind = self._kinds[name]
 
         def make(tensor: "ReaderTensor", shape: tuple[int, ...]) -> QuantisedWeight[np.ndarray]:
+            kind = tensor.tensor_type.name
             *experts, rows, columns = shape
             if not experts:
                 return to_leaf(kind, tensor.data, (rows, columns))
@@ -105,32 +118,39 @@ class GgufSource:
         return self._take(name, make)
 
     @functools.cached_property
-    def _kinds(self) -> dict[str, str]:
-        """GGUF type of every tensor of the model; raises UnsupportedError before any tensor is read."""
-        return {name: self._kind_of(name) for name in self._names if name in self._tensors}
+    def _kinds(self) -> dict[str, list[str]]:
+        """GGUF types of every parameter's tensors; raises UnsupportedError before any tensor is read."""
+        return {name: self._kinds_of(name) for name in self._names if name in self._tensors}
 
-    def _kind_of(self, name: str) -> str:
-        first, *others = self._tensors[name]
-        kind = first.tensor_type.name
-        for tensor in (first, *others):
-            if (own := tensor.tensor_type.name) not in TYPES:
-                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {own}, supported are {', '.join(TYPES)}")
-            if own != kind:
-                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {own}, but {first.name} is {kind}")
-        return kind
+    def _kinds_of(self, name: str) -> list[str]:
+        for tensor in self._tensors[name]:
+            if (kind := tensor.tensor_type.name) not in TYPES:
+                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
+        return [tensor.tensor_type.name for tensor in self._tensors[name]]
+
+    def _shape_of(self, tensors: "Sequence[ReaderTensor]") -> tuple[int, ...]:
+        """Returns the shape of a parameter, rows first; of two tensors whose rows alternate, `[E, 2 F, ...]`."""
+        shape, *others = [tuple(int(size) for size in reversed(tensor.shape)) for tensor in tensors]
+        if not others:
+            return shape
+        if len(shape) < 2 or any(other != shape for other in others):
+            found = " and ".join(f"{tensor.name} {list(map(int, reversed(tensor.shape)))}" for tensor in tensors)
+            raise InvalidFormatError(f"{self.path}: the shapes are {found}, expected the same of experts and rows")
+        return shape[0], len(tensors) * shape[1], *shape[2:]
 
     def _take(self, name: str, make: Callable[["ReaderTensor", tuple[int, ...]], Any]) -> Any:
         """Reads a parameter's tensors by `make(tensor, shape)`; converts to Hugging Face's rows and offset of norms."""
-        tensors, shape = self._tensors[name], self._shapes[name]
-        if len(tensors) > 1:
-            shape = (shape[0], shape[1] // len(tensors), *shape[2:])
+        tensors, shape, count = self._tensors[name], self._shapes[name], len(self._kinds[name])
+        if count > 1:
+            shape = (shape[0], shape[1] // count, *shape[2:])
         found = []
         for tensor in tensors:
             try:
+                _check_scales(tensor)
                 found.append(make(tensor, shape))
             except (ValueError, IndexError) as problem:
                 raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
-        made = found[0] if len(found) == 1 else jax.tree.map(_alternate, *found)
+        made = found[0] if count == 1 else jax.tree.map(_alternate, *found)
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         module = name.split(".")[-2]
         if self._architecture.interleaves and module in heads:
@@ -161,10 +181,12 @@ class GgufSource:
         return found | by_gguf_name
 
 
-def _shape_of(tensors: "Sequence[ReaderTensor]") -> tuple[int, ...]:
-    """Returns the shape of a parameter, rows first."""
-    shape = tuple(int(size) for size in reversed(tensors[0].shape))
-    return shape if len(tensors) == 1 else (shape[0], sum(int(one.shape[-2]) for one in tensors), *shape[2:])
+def _check_scales(tensor: "ReaderTensor") -> None:
+    """Raises ValueError if a scale of MXFP4 is NaN, or has numbers that are not finite."""
+    if tensor.tensor_type.name == "MXFP4":
+        largest = int(np.ascontiguousarray(tensor.data).reshape(-1, 17)[:, 0].max(initial=0))
+        if largest > LARGEST_POWER:
+            raise ValueError(f"a scale is {largest}, at most {LARGEST_POWER} has finite numbers")
 
 
 def _alternate(first: np.ndarray, second: np.ndarray) -> np.ndarray:

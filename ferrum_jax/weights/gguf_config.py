@@ -153,25 +153,25 @@ def _check_ignored(header: Header, architecture: Architecture) -> None:
 def _rope_scaling(header: Header) -> dict[str, Any] | None:
     factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear") or 1.0
     kind = header.get("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    is_long, share = header.has("rope_factors_long.weight"), header.get("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and not is_long and share != 1.0:
+        name = f"{header.architecture}.rope.scaling.attn_factor"
+        raise UnsupportedError(f"{name} = {share} is not implemented for rope.scaling.type {kind}")
     if header.has("rope_freqs.weight"):
         return _llama3_scaling(header, header.values("rope_freqs.weight"))
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if header.has("rope_factors_long.weight"):
+    if is_long:
         scaling = {
             f"{name}_factor": header.values(f"rope_factors_{name}.weight").tolist() for name in ("long", "short")
         }
         scaling |= {"rope_type": "longrope", "attention_factor": header.get("rope.scaling.attn_factor")}
     elif kind == "longrope":
         raise UnsupportedError("rope.scaling.type is longrope, and there are no tensors rope_factors_long and _short")
-    elif kind != "yarn" and (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:
-        raise UnsupportedError(
-            f"{header.architecture}.rope.scaling.attn_factor = {share} is not implemented for {kind}"
-        )
     elif kind == "none":
         return None
     elif kind == "yarn":
         scaling |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # multiplies YaRN's own factor
+        if share != 1.0:  # multiplies YaRN's own factor
             scaling["attention_factor"] = share * (0.1 * math.log(factor) + 1)
     scaling["original_max_position_embeddings"] = header.get("rope.scaling.original_context_length")
     return {key: value for key, value in scaling.items() if value is not None}

@@ -115,7 +115,7 @@ def read_config(folder: Path) -> ModelConfig:
     fields.pop(QUANTISED, None)
     try:
         for name, kind in (("rope_scaling", RopeScaling), ("experts", ExpertsConfig), ("latent", LatentConfig)):
-            if part := fields.pop(name, None):
+            if (part := fields.pop(name, None)) is not None:
                 fields[name] = kind(**_with_tuples(part))
         return ModelConfig(**_with_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:

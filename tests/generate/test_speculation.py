@@ -226,6 +226,15 @@ def test_the_variable_alone_means_prompt_lookup(folder: Path, monkeypatch: pytes
         assert source_of(llm) is None
 
 
+@pytest.mark.devices
+def test_a_mesh_of_the_variable_is_the_targets_not_the_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FERRUM_MESH", "data=2")
+    with LLM(folder, speculation=Speculation(draft=folder), **SIZES) as llm:
+        source = source_of(llm)
+        assert isinstance(source, ModelDraft)
+        assert isinstance(source.model, ModelRunner)
+
+
 def test_a_path_loads_a_draft_that_goes_with_the_llm(folder: Path):
     with LLM(folder, speculation=Speculation(draft=folder), **SIZES) as llm:
         source = source_of(llm)

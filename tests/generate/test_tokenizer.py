@@ -422,6 +422,12 @@ def test_a_gguf_without_a_vocabulary_is_refused():
         build_gguf_tokenizer({"tokenizer.ggml.model": "gpt2"})
 
 
+def test_an_empty_path_is_not_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(write_folder(tmp_path))
+    with pytest.raises(ConfigError, match="tokenizer is '', expected the path of one"):
+        load_tokenizer("")
+
+
 def test_a_folder_needs_only_tokenizer_json(tmp_path: Path):
     tokenizer = load_tokenizer(write_folder(tmp_path))
     assert tokenizer.encode("a<eos>") == [*make_backend().encode("a").ids, 257]

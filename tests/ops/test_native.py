@@ -49,6 +49,8 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
     offsets = rng.standard_normal(scales.shape).astype(np.float16) if kind.endswith("offsets") else None
     if kind.startswith("int8"):
         values = rng.integers(-127, 128, shape).astype(np.int8)
+    elif kind.startswith("float8"):
+        values = normal(seed, *shape).astype(ml_dtypes.float8_e4m3fn)
     else:
         numbers = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1, shape[-1])
         values = pack(numbers, groups).reshape(*shape[:-1], -1)
@@ -60,7 +62,7 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
 
 MANY = 64  # rows of a product above which AVX2's are summed in another order
 KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
-KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4"]
+KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4", "float8"]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -538,7 +540,8 @@ def test_what_has_no_kernel_is_left_to_xla():
         assert native.can_multiply(jnp.ones((65, 8)), weight) == (native.instruction_set() != "neon")
         assert not native.can_multiply(jnp.ones((native.MOST_ROWS + 1, 8)), weight)
         assert not native.can_multiply(x, weight.astype(jnp.int32))
-        assert not native.can_multiply(x, quantise_weight(weight, "float8_e4m3fn"))
+        assert native.can_multiply(x, quantise_weight(weight, "float8_e4m3fn"))
+        assert not native.can_multiply(x, QuantisedWeight(weight.astype(jnp.float8_e5m2), jnp.ones((4, 1))))
         for dtype in (jnp.bfloat16, jnp.float32):
             scores = jax.jit(sampling.logsumexp).lower(x.astype(dtype)).as_text()
             assert ("ferrum_logsumexp" in scores) == (dtype == jnp.float32)

@@ -62,7 +62,9 @@ def test_what_is_no_model_or_dtype_is_refused(tmp_path: Path):
         with pytest.raises(UnsupportedError, match=r"has no config\.json"):
             read_subject(str(other))
     for dtype in ("float32", "int3"):
-        with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8, float8_e4m3fn or mxfp4"):
+        with pytest.raises(
+            ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8, float8_e4m3fn or mxfp4"
+        ):
             read_subject("llama-3.1-8b", dtype)
     for name in ("quantization_config", "compression_config"):  # the second of earlier compressed-tensors
         packed = CONFIGURATIONS["qwen3-8b"] | {name: {"quant_method": "gptq", "bits": 4, "group_size": 64}}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig, RopeScaling
-from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops import native
@@ -296,7 +296,7 @@ def test_what_llama_cpp_takes_for_a_missing_field_is_taken(tmp_path: Path):
         ("granite", {"rope.scaling.finetuned": False}, "without rotary embeddings"),
         ("smollm3", {"attention.causal": False}, "smollm3.attention.causal = False is not implemented"),
         ("smollm3", {"rope.scaling.type": "longrope"}, "no tensors rope_factors_long"),
-        ("smollm3", {"rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 is not implemented for none"),
+        ("smollm3", {"rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5 is not implemented for rope.scaling"),
         ("smollm3", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
         ("olmo2", {"embedding_scale": 2.0}, "olmo2.embedding_scale = 2.0"),
         ("qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func = 2"),
@@ -357,3 +357,66 @@ def test_quantised_experts_are_kept(name: str, kinds: tuple[str, str], tmp_path:
             assert formats_of(runner.params) or not (options or native.instruction_set())
             found = runner.forward_verify("a", tokens[0].tolist())
             np.testing.assert_allclose(found, wanted[0], rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_gate_and_up_of_different_types_are_dequantised_but_not_kept(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    writer = open_writer(path, config_of("gpt_oss"), "gpt-oss")
+    _describe(writer, config_of("gpt_oss"), "gpt-oss")
+    for key, tensor in converted("gpt_oss", tiny.tensors(config_of("gpt_oss"))).items():
+        writer.add_tensor(key, tensor.astype(np.float16) if "ffn_up_exps.weight" in key else tensor)
+    finish(writer)
+    params, cfg = ferrum_jax.load_params(path, "float32")
+    wanted = tiny.tiny_params(config_of("gpt_oss"))["model"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
+    found = params["model"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
+    np.testing.assert_array_equal(found[:, ::2], wanted[:, ::2])
+    np.testing.assert_array_equal(found[:, 1::2], wanted[:, 1::2].astype(np.float16))
+    assert cfg.model_type == "gpt_oss"
+
+
+def test_a_damaged_stack_of_gpt_oss_is_refused_by_name(tmp_path: Path):
+    def fewer(tensors: Tensors) -> Tensors:
+        return tensors | {"blk.0.ffn_up_exps.weight": tensors["blk.0.ffn_up_exps.weight"][:3]}
+
+    def flat(tensors: Tensors) -> Tensors:
+        return tensors | {"blk.1.ffn_gate_exps.bias": tensors["blk.1.ffn_gate_exps.bias"].ravel()}
+
+    for change, name in ((fewer, "blk.0.ffn_up_exps.weight [3, "), (flat, "blk.1.ffn_gate_exps.bias [")):
+        with pytest.raises(InvalidFormatError, match=f"the shapes are .*{re.escape(name)}.*expected the same"):
+            GgufSource(write_family(tmp_path / "model.gguf", "gpt_oss", change=change))
+    config = config_of("gpt_oss") | {"hidden_size": 64, "intermediate_size": 64}
+    writer = open_writer(tmp_path / "nan.gguf", config, "gpt-oss")
+    _describe(writer, config, "gpt-oss")
+    for key, tensor in converted("gpt_oss", tiny.tensors(config)).items():
+        if key == "blk.0.ffn_down_exps.weight":
+            experts, rows, columns = tensor.shape
+            blocks = draw_blocks("MXFP4", (experts * rows, columns), 0)
+            blocks[5, 17] = 255
+            writer.add_tensor(key, blocks.reshape(experts, rows, -1), raw_dtype=GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(key, tensor)
+    finish(writer)
+    for quantize in ("none", "keep"):
+        message = r"ffn_down_exps\.weight cannot be read: a scale is 255, at most 252"
+        with pytest.raises(InvalidFormatError, match=message):
+            ferrum_jax.load_params(tmp_path / "nan.gguf", quantize=quantize)
+
+
+def test_a_mixed_stack_has_no_native_format(tmp_path: Path):
+    config = config_of("gpt_oss") | {"hidden_size": 64, "intermediate_size": 64}
+    writer = open_writer(tmp_path / "model.gguf", config, "gpt-oss")
+    _describe(writer, config, "gpt-oss")
+    for key, tensor in converted("gpt_oss", tiny.tensors(config)).items():
+        kind = {"blk.0.ffn_up_exps.weight": "MXFP4", "blk.0.ffn_gate_exps.weight": "Q4_0"}.get(key)
+        if kind is not None:
+            experts, rows, columns = tensor.shape
+            blocks = draw_blocks(kind, (experts * rows, columns), 0).reshape(experts, rows, -1)
+            writer.add_tensor(key, blocks, raw_dtype=GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(key, tensor)
+    finish(writer)
+    assert formats_of(ferrum_jax.load_params(tmp_path / "model.gguf", "float32", quantize="auto")[0]) == {}
+    with pytest.raises(
+        UnsupportedError, match=r"gate_up_proj is made of tensors in MXFP4 and Q4_0, which have no native"
+    ):
+        ferrum_jax.load_params(tmp_path / "model.gguf", quantize="keep")

@@ -290,3 +290,11 @@ def test_a_configuration_of_another_version_is_refused_by_name(checkpoint: Path)
         (checkpoint / "ferrum_config.json").write_text(json.dumps(other), encoding="utf-8")
         with pytest.raises(InvalidFormatError, match=r"ferrum_config\.json"):
             ferrum_jax.load_params(checkpoint)
+
+
+def test_a_part_of_the_configuration_that_is_no_object_is_refused(tmp_path: Path):
+    fields = dataclasses.asdict(tiny.model_config("deepseek2"))
+    for name in ("latent", "experts"):
+        (tmp_path / orbax.CONFIG).write_text(json.dumps(fields | {name: 0}), encoding="utf-8")
+        with pytest.raises(InvalidFormatError, match="is not a configuration of this version"):
+            orbax.read_config(tmp_path)

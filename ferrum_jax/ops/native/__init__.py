@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
-from ferrum_jax.ops.quantised import PACKED, POWERS, QuantisedWeight, is_packed
+from ferrum_jax.ops.quantised import LARGEST, PACKED, POWERS, QuantisedWeight, is_packed
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
@@ -77,7 +77,7 @@ def digest() -> str | None:
 
 def reads(values: str, inputs: int) -> bool:
     """Whether the kernels multiply by `inputs` columns of a type of values, which if quantised are scaled in groups."""
-    return values in FLOATS or (values in ("int8", *PACKED) and inputs <= MOST_INPUTS)
+    return values in FLOATS or (values in (*LARGEST, *PACKED) and inputs <= MOST_INPUTS)
 
 
 def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: int | None = None) -> bool:
@@ -99,7 +99,7 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         return weight.values.dtype.name in FLOATS
     columns, groups = weight.shape[-1], weight.scales.shape[-1]
     return (
-        weight.values.dtype.name in ("int8", "uint8")
+        weight.values.dtype.name in (*LARGEST, "uint8")
         and weight.scales.dtype.name in (*FLOATS, *[POWERS] * is_packed(weight))
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0

@@ -60,6 +60,7 @@ bool kind_of(ffi::DataType type, Kind* kind) {
     case ffi::DataType::BF16: *kind = Kind::kBFloat16; return true;
     case ffi::DataType::F16: *kind = Kind::kFloat16; return true;
     case ffi::DataType::S8: *kind = Kind::kInt8; return true;
+    case ffi::DataType::F8E4M3FN: *kind = Kind::kFloat8; return true;
     case ffi::DataType::U8: *kind = Kind::kUint4; return true;
     default: return false;
   }
@@ -69,9 +70,7 @@ bool is_float(Kind kind) { return kind == Kind::kFloat32 || kind == Kind::kBFloa
 bool is_packed(Kind kind) { return kind == Kind::kUint4 || kind == Kind::kFloat4; }
 
 bool kind_of_pool(ffi::DataType type, Kind* kind) {
-  if (type != ffi::DataType::F8E4M3FN) return kind_of(type, kind) && is_float(*kind);
-  *kind = Kind::kFloat8;
-  return true;
+  return kind_of(type, kind) && (is_float(*kind) || *kind == Kind::kFloat8);
 }
 
 // Fills in what a product's weight is: values, scales and offsets, and how many there are in the stack. Returns what is

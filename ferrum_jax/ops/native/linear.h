@@ -358,7 +358,7 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
 // is to know it (0: it does not). Integers of four bits without offsets have one of -8 scales.
 template <class V, class S, class O, int kSize> struct Quantised {
-  static constexpr bool kIsPacked = !std::is_same_v<V, int8_t>;
+  static constexpr bool kIsPacked = std::is_same_v<V, Nibbles> || std::is_same_v<V, Float4>;
   static constexpr bool kHasNibbles = std::is_same_v<V, Nibbles>;
   const V* values;
   const S* scales;
@@ -386,14 +386,14 @@ inline float dot(const float* a, const float* b, int64_t count) {
 
 // Widens a part of one row, of whole groups if it is packed: value * scale + offset. Whole groups have a loop of their own,
 // whose length the compiler knows.
-template <class S, class O, int kSize>
-void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+template <class V, class S, class O, int kSize>
+void widen_bytes(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
   const auto widen_some = [&](int64_t g, int64_t inside, int64_t some) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
-    const int8_t* p = w.at(n, g) + inside;
+    const V* p = w.at(n, g) + inside;
     int64_t k = 0;
     for (; k + kLanes <= some; k += kLanes) store(to + k, load(p + k) * scale + offset);
-    for (; k < some; k++) to[k] = float(p[k]) * scale + offset;
+    for (; k < some; k++) to[k] = widen(p[k]) * scale + offset;
     to += some;
   };
   const int64_t last = from + count;
@@ -403,7 +403,7 @@ void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, int64_t from,
   if (g * w.size() < last) widen_some(g, 0, last - g * w.size());
 }
 template <class V, class S, class O, int kSize>
-void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
   const int64_t half = w.size() / 2;
   for (int64_t g = from / w.size(); g < (from + count) / w.size(); g++, to += w.size()) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
@@ -420,6 +420,12 @@ void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int6
       to[half + k] = high_of(p[k]) * scale + offset;
     }
   }
+}
+
+template <class V, class S, class O, int kSize>
+void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+  if constexpr (!Quantised<V, S, O, kSize>::kIsPacked) return widen_bytes(w, n, from, count, to);
+  else widen_packed(w, n, from, count, to);
 }
 
 // Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
@@ -469,9 +475,9 @@ void prepare(const Quantised<V, S, O, kSize>& w, const float* x, float* prepared
 }
 
 // Adds the products of R rows of the weight from `p` on with B rows of x, each group's times its scale.
-template <int R, int B, class S, class O, int kSize>
-inline void multiply_groups(const Quantised<int8_t, S, O, kSize>& w, const int8_t* p, const float* const* x,
-                            const float* scales, Vector (*sums)[B]) {
+template <int R, int B, class V, class S, class O, int kSize>
+inline void multiply_bytes(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+                           Vector (*sums)[B]) {
   const float* own[B];
   for (int b = 0; b < B; b++) own[b] = x[b];
   for (int64_t g = 0; g < w.groups; g++, p += w.size()) {
@@ -501,7 +507,7 @@ inline void multiply_groups(const Quantised<int8_t, S, O, kSize>& w, const int8_
   }
 }
 template <int R, int B, class V, class S, class O, int kSize>
-inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+inline void multiply_packed(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
                             Vector (*sums)[B]) {
   const int64_t stride = w.inputs / 2, bytes = w.size() / 2;
   const float* own[B];
@@ -542,16 +548,23 @@ inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, cons
   }
 }
 
+template <int R, int B, class V, class S, class O, int kSize>
+inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+                            Vector (*sums)[B]) {
+  if constexpr (Quantised<V, S, O, kSize>::kIsPacked) multiply_packed<R, B>(w, p, x, scales, sums);
+  else multiply_bytes<R, B>(w, p, x, scales, sums);
+}
+
 // Rows of a quantised weight that meet B rows of x together.
-template <class V, int B> constexpr int rows_beside() {
-  if (!std::is_same_v<V, int8_t> && (B == 1 || kManyRegisters)) return 4;
+template <bool kIsPacked, int B> constexpr int rows_beside() {
+  if (kIsPacked && (B == 1 || kManyRegisters)) return 4;
   return B == 1 ? 1 : B == 2 ? 3 : kManyRegisters ? 2 : 1;
 }
 
 // Outputs n to n + count of B rows; at most a tile. Within the caller the compiler keeps sums in memory.
 template <int B, class V, class S, class O, int kSize>
 [[gnu::noinline]] void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
-  constexpr int R = rows_beside<V, B>();
+  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, B>();
   const bool has_offsets = w.offsets || w.kHasNibbles;
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
@@ -666,6 +679,7 @@ void widen(const Linear& a, float* to, int64_t first, int64_t last) {
     case Kind::kBFloat16: return widen_dense<BFloat16>(a, to, first, last);
     case Kind::kFloat16: return widen_dense<Float16>(a, to, first, last);
     case Kind::kInt8: return widen_quantised<int8_t>(a, to, first, last);
+    case Kind::kFloat8: return widen_quantised<Float8>(a, to, first, last);
     case Kind::kUint4: return widen_quantised<Nibbles>(a, to, first, last);
     case Kind::kFloat4: return widen_quantised<Float4>(a, to, first, last);
     default: return;
@@ -678,6 +692,7 @@ void linear(const Linear& a, int64_t first, int64_t last) {
     case Kind::kBFloat16: return dense(a, static_cast<const BFloat16*>(a.weight), first, last);
     case Kind::kFloat16: return dense(a, static_cast<const Float16*>(a.weight), first, last);
     case Kind::kInt8: return quantised_by_scales<int8_t>(a, first, last);
+    case Kind::kFloat8: return quantised_by_scales<Float8>(a, first, last);
     case Kind::kUint4: return quantised_by_scales<Nibbles>(a, first, last);
     case Kind::kFloat4: return quantised_by_scales<Float4>(a, first, last);
     default: return;
