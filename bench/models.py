@@ -84,19 +84,19 @@ def with_experts_in(name: str, cfg: ModelConfig, dtype: str, kind: Format) -> Su
     """Draws random weights, of experts the values, scales and offsets of a format, given for groups of 32 inputs."""
     plain = family(cfg).param_specs(cfg)
     formats = {
-        name: replace(kind, groups=spec.shape[-1] // 32)
-        for name, spec in named_leaves(plain).items()
+        own: replace(kind, groups=spec.shape[-1] // 32)
+        for own, spec in named_leaves(plain).items()
         if "expert" in spec.axes and spec.axes[-1] in ("embed", "mlp")
     }
     rng, key = np.random.default_rng(0), jax.random.key(0)
 
-    def draw(name: str, spec: ParamSpec) -> jax.Array:
+    def draw(own: str, spec: ParamSpec) -> jax.Array:
         if spec.dtype == "uint8":
-            low, high = (118, 122) if name.endswith(".scales") else (0, 256)
+            low, high = (118, 122) if own.endswith(".scales") else (0, 256)
             return jax.device_put(rng.integers(low, high, spec.shape, np.uint8))
-        if name.endswith((".scales", ".offsets")):
+        if own.endswith((".scales", ".offsets")):
             return jax.device_put((rng.standard_normal(spec.shape, np.float32) / 256).astype(spec.dtype))
-        return specs.draw(name, spec, key, dtype)
+        return specs.draw(own, spec, key, dtype)
 
     return Subject(name, map_specs(draw, quantised_specs(plain, formats)), cfg, dtype)
 

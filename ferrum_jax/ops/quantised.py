@@ -91,7 +91,7 @@ def halves(weight: QuantisedWeight) -> list[jax.Array]:
     assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
     found = packed & jnp.uint8(15), packed >> jnp.uint8(4)
-    if weight.scales.dtype == jnp.uint8:
+    if weight.scales.dtype == POWERS:
         return [_widen_e2m1(half) for half in found]
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
     return [half.astype(jnp.float32) - middle for half in found]
@@ -106,7 +106,7 @@ def _widen_e2m1(codes: Any) -> jax.Array:
 
 def _wide_scales(scales: Any) -> jax.Array:
     """Returns scales in float32; POWERS become its exponents."""
-    if scales.dtype != jnp.uint8:
+    if scales.dtype != POWERS:
         return scales.astype(jnp.float32)
     return lax.bitcast_convert_type(jnp.asarray(scales).astype(jnp.uint32) << 23, jnp.float32)
 

@@ -1,6 +1,5 @@
 """A model on a mesh of devices: what fits, how long a step takes at least, and what limits it."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,7 +15,7 @@ from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.moe import GATHERED
 from ferrum_jax.planning.machines import Machine
 from ferrum_jax.planning.subject import Subject
-from ferrum_jax.planning.work import Collectives, Work, spec_bytes, step_collectives, step_work
+from ferrum_jax.planning.work import Collectives, Work, numbers_of, spec_bytes, step_collectives, step_work
 
 MEMORY_SHARE = 0.9  # of a device's memory that JAX may take; the rest is the runtime's and the collectives'
 STEP_TOKENS = 2048  # of prompts in a step, the engine's own default on accelerators
@@ -120,12 +119,12 @@ def gathered_bytes(deployment: Deployment) -> int:
         return 0
     layer = leaves[0][0].rpartition(".mlp.")[0] or leaves[0][0].rpartition(".block_sparse_moe.")[0]
     own = [(name, spec) for name, spec in leaves if name.startswith(f"{layer}.")]
-    size = max(math.prod(spec.shape[1:]) for _, spec in own)
+    numbers = {name: numbers_of(name, spec) // spec.shape[0] for name, spec in own}
+    size = max(numbers.values())
     held = sum(spec_bytes(spec, deployment.activation_bytes) // spec.shape[0] for _, spec in own)
     groups = max((spec.shape[-1] for name, spec in own if name.endswith(".scales")), default=1)
     if groups > 1:
-        widened = sum(math.prod(spec.shape[1:]) for name, spec in own if not name.endswith(".scales"))
-        held += widened * deployment.activation_bytes
+        held += sum(numbers.values()) * deployment.activation_bytes
     return max(2, GATHERED // size) * held
 
 

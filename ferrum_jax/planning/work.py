@@ -81,13 +81,13 @@ def step_work(
     operations, num_bytes = 0, 0.0
     for name, spec in named.items():
         if "expert" in spec.axes:
-            operations += 2 * round(_numbers(name, spec) * share * tokens)
+            operations += 2 * round(numbers_of(name, spec) * share * tokens)
             num_bytes += spec_bytes(spec, itemsize) * met
         elif name.startswith("model.layers.") and len(spec.shape) == 2:
-            operations += 2 * _numbers(name, spec) * tokens
+            operations += 2 * numbers_of(name, spec) * tokens
             num_bytes += spec_bytes(spec, itemsize)
         elif name.startswith(head):
-            operations += 2 * _numbers(name, spec) * len(rows)
+            operations += 2 * numbers_of(name, spec) * len(rows)
             num_bytes += spec_bytes(spec, itemsize)
     seen, held = _positions(cfg, rows)
     if cfg.latent is None:
@@ -100,7 +100,7 @@ def step_work(
     return Work(operations + attention, round(num_bytes), (kv_itemsize or itemsize) * cached)
 
 
-def _numbers(name: str, spec: ParamSpec) -> int:
+def numbers_of(name: str, spec: ParamSpec) -> int:
     """Numbers that are multiplied: two in each byte of a packed weight, none in scales and offsets."""
     if name.endswith((".scales", ".offsets")):
         return 0

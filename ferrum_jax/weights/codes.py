@@ -78,18 +78,17 @@ def decode_stack(parts: Parts) -> NDArray[Any]:
 
 
 def stack_to_leaf(parts: Parts) -> QuantisedWeight[np.ndarray]:
-    """Returns the quantised leaf `[E, F, D]` of a stack in MXFP4; its numbers below 2**-126 count as 0.
+    """Returns the quantised leaf `[E, F, D]` of a stack in MXFP4; numbers below 2**-126 or of the scale 2**-127 are 0.
 
     Raises:
         InvalidFormatError: as `decode_stack`.
     """
     blocks, scales = _checked_stack(parts)
-    experts, outputs, _, bytes_ = blocks.shape
-    values = np.empty((experts, outputs, blocks.shape[2] * bytes_), np.uint8)
+    experts, outputs, groups, bytes_ = blocks.shape
+    values = np.empty((experts, outputs, groups * bytes_), np.uint8)
     for own, pairs in zip(values, blocks, strict=True):  # from pairs of adjacent numbers to halves of a group
-        low, high = pairs & np.uint8(15), pairs >> np.uint8(4)
-        numbers = np.stack([low, high], axis=-1).reshape(outputs, -1, 2, bytes_)
-        own[:] = (numbers[:, :, 0] | numbers[:, :, 1] << np.uint8(4)).reshape(outputs, -1)
+        numbers = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1)
+        own[:] = pack(numbers.reshape(outputs, -1), groups)
     return QuantisedWeight(values=values, scales=scales)
 
 

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    FerrumError,
+    InvalidFormatError,
+    NotFoundError,
+    TokenizerError,
+    UnsupportedError,
+)
 from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, turn_end_ids
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 

@@ -3,10 +3,10 @@
 They multiply with weights in float32, 16, 8 and 4 bits (with NEON only few tokens), attend over the paged KV, choose
 tokens, find the likeliest ones, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result
 does not depend on the other rows: the order of a product's sums is fixed, with two exceptions. With a quantised weight
-it differs between few rows (four, or eight of at least 1,024 inputs) and more, and with AVX2, except for an expert's
-weight, between up to 64 rows and more. The library has a copy of the kernels for each instruction set and chooses one
-when it is loaded. It is built when the package is installed on Linux, if there is a C++ compiler (build.py). If it is
-missing, or has no kernel for a size or type, XLA's own code is used.
+it differs between few rows (four, or eight of at least 1,024 inputs; of experts 256 choices) and more, and with AVX2,
+except for an expert's weight, between up to 64 rows and more. The library has a copy of the kernels for each
+instruction set and chooses one when it is loaded. It is built when the package is installed on Linux, if there is a C++
+compiler (build.py). If it is missing, or has no kernel for a size or type, XLA's own code is used.
 
 Kernels have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -103,7 +103,10 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         and weight.scales.dtype.name in (*FLOATS, *[POWERS] * is_packed(weight))
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0
-        and (weight.offsets is None or weight.offsets.dtype.name in {weight.scales.dtype.name, "float32"} - {POWERS})
+        and (
+            weight.offsets is None
+            or (weight.scales.dtype != POWERS and weight.offsets.dtype in (weight.scales.dtype, jnp.float32))
+        )
     )
 
 

@@ -210,7 +210,7 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
           fetch_to(lines * (row + 4) / rows);
           multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing);
         }
-        fetch_to(lines);
+        if (made == R) fetch_to(lines);
         if (made == R && row < rows) {
           by_size<3>(rows - row, [&](auto rest) { multiply<R, rest.value>(x + row, 0, strip, n, y + row, kNothing); });
           row = rows;
@@ -625,8 +625,8 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
   const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
     if (from == 0) {
-      fetch_all(w.scales + (n + R) * w.groups, R * w.groups);
-      if (w.offsets) fetch_all(w.offsets + (n + R) * w.groups, R * w.groups);
+      fetch_all(w.scales + (n + rows) * w.groups, rows * w.groups);
+      if (w.offsets) fetch_all(w.offsets + (n + rows) * w.groups, rows * w.groups);
     }
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
     return Strip<float>{wide, part, count, from == 0};
