@@ -12,7 +12,7 @@ from typing import Any
 
 from ferrum_jax.planning.estimate import Deployment, StepTime, parameter_bytes, time_step
 
-HOST_SECONDS, HOST_SECONDS_PER_ROW = 210e-6, 12e-6  # of `LLM.generate`, measured (docs/benchmarks.md, bench.overhead)
+HOST_SECONDS, HOST_SECONDS_PER_ROW = 210e-6, 12e-6  # of `LLM.generate`: assumed, above what bench.overhead measures
 
 
 @dataclass(frozen=True, kw_only=True)
