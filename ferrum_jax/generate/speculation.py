@@ -16,7 +16,7 @@ from ferrum_jax.weights.hub import resolve
 
 PROMPT_LOOKUP = "prompt-lookup"
 DEFAULT_TOKENS = 4
-NO_SPECULATION = EngineConfig(spec_tokens=0, mesh={})  # of the draft model itself, which is on one device
+DRAFT_SETTINGS = EngineConfig(spec_tokens=0, mesh={})  # a draft model drafts nothing itself, and is on one device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
         return PromptLookup(speculation.max_ngram, num_tokens)
     seqs, device = (target.plan.max_seqs, target.device) if isinstance(target, ModelRunner) else (max_rows, None)
     capacity = target.kv_capacity()
-    how: dict[str, Any] = {"max_seqs": seqs, "kv_capacity": capacity, "device": device, "engine": NO_SPECULATION}
+    how: dict[str, Any] = {"max_seqs": seqs, "kv_capacity": capacity, "device": device, "engine": DRAFT_SETTINGS}
     if isinstance(target, ModelRunner):  # keeps its compiled steps where the target's are, or nowhere
         how["artifacts"] = False if target.artifacts is None else target.artifacts.root
     model = load(resolve(draft), **how)

@@ -145,7 +145,7 @@ class RayLLM:
         processes = self._processes
         try:
             if processes and ray.is_initialized():
-                # It waits in a line behind other callers' calls, which the end of the processes ends, too.
+                # Where CALLS calls run, this one queues. Those that outlast PATIENCE end with the processes.
                 ended, _ = ray.wait([processes[0].call.remote("close", (), {})], timeout=PATIENCE)
                 if ended:
                     with contextlib.suppress(DeviceError):  # processes are gone already

@@ -7,7 +7,7 @@ from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, named_leaves
+from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import FLOAT4, LARGEST, POWERS
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.weights.folder import read_json
@@ -69,13 +69,12 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
     if dtype in LARGEST:
         return Subject(name=name, cfg=cfg, formats=choose_formats(cfg, dtype))
     if dtype == MXFP4:
-        experts = [spec for spec in named_leaves(family(cfg).param_specs(cfg)).items() if _is_expert(spec[1])]
-        formats = {own: Format(FLOAT4, spec.shape[-1] // MXFP4_GROUP, POWERS) for own, spec in experts}
-        if not formats or any(spec.shape[-1] % MXFP4_GROUP for _, spec in experts):
+        plain = named_leaves(family(cfg).param_specs(cfg))
+        inputs = {
+            own: spec.shape[-1] for own, spec in plain.items() if spec.axes[0] == "expert" and len(spec.shape) == 3
+        }
+        if not inputs or any(count % MXFP4_GROUP for count in inputs.values()):
             raise ConfigError(f"dtype is mxfp4, but {name} has no experts whose inputs 32 divides")
+        formats = {own: Format(FLOAT4, count // MXFP4_GROUP, POWERS) for own, count in inputs.items()}
         return Subject(name=name, cfg=cfg, formats=formats)
     return Subject(name=name, cfg=cfg, dtype=dtype or "bfloat16")
-
-
-def _is_expert(spec: ParamSpec) -> bool:
-    return spec.axes[0] == "expert" and len(spec.shape) == 3

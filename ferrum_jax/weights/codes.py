@@ -27,7 +27,7 @@ _AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output index of each number 
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
 
-LARGEST_POWER = 252  # of MXFP4's scales: with larger ones not every number is finite in float32; 255 is NaN
+_LARGEST_POWER = 252  # of MXFP4's scales: with larger ones not every number is finite in float32; 255 is NaN
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 _PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=-1)  # [256, 2]: the two numbers of each byte
@@ -66,9 +66,10 @@ def decode_stack(parts: Parts) -> NDArray[Any]:
     """Returns the numbers `[E, F, D]` of a stack in MXFP4, exactly, in bfloat16.
 
     Raises:
-        InvalidFormatError: a scale is NaN, or so large that numbers may not be finite in float32.
+        InvalidFormatError: as `check_powers`.
     """
-    blocks, scales = _checked_stack(parts)
+    blocks, scales = parts[BLOCKS], parts[SCALES]
+    check_powers(scales)
     experts, outputs, groups, _ = blocks.shape
     found = np.empty((experts, outputs, groups * MXFP4_GROUP), ml_dtypes.bfloat16)
     for own, bytes_, powers in zip(found, blocks, scales, strict=True):  # in float32 for one expert at a time
@@ -81,9 +82,10 @@ def stack_to_leaf(parts: Parts) -> QuantisedWeight[np.ndarray]:
     """Returns the quantised leaf `[E, F, D]` of a stack in MXFP4; numbers below 2**-126 or of the scale 2**-127 are 0.
 
     Raises:
-        InvalidFormatError: as `decode_stack`.
+        InvalidFormatError: as `check_powers`.
     """
-    blocks, scales = _checked_stack(parts)
+    blocks, scales = parts[BLOCKS], parts[SCALES]
+    check_powers(scales)
     experts, outputs, groups, bytes_ = blocks.shape
     values = np.empty((experts, outputs, groups * bytes_), np.uint8)
     for own, pairs in zip(values, blocks, strict=True):  # from pairs of adjacent numbers to halves of a group
@@ -92,11 +94,10 @@ def stack_to_leaf(parts: Parts) -> QuantisedWeight[np.ndarray]:
     return QuantisedWeight(values=values, scales=scales)
 
 
-def _checked_stack(parts: Parts) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    blocks, scales = parts[BLOCKS], parts[SCALES]
-    if (largest := scales.max(initial=0)) > LARGEST_POWER:
-        raise InvalidFormatError(f"a scale is {largest}, at most {LARGEST_POWER} has finite numbers")
-    return blocks, scales
+def check_powers(scales: NDArray[np.uint8]) -> None:
+    """Raises InvalidFormatError if a scale of MXFP4 is NaN, or so large that numbers may not be finite in float32."""
+    if (largest := scales.max(initial=0)) > _LARGEST_POWER:
+        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
 
 
 def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:

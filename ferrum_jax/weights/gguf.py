@@ -21,7 +21,7 @@ from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import FLOAT4, PACKED, POWERS, UINT4, QuantisedWeight, pack
-from ferrum_jax.weights.codes import LARGEST_POWER
+from ferrum_jax.weights.codes import check_powers
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
 from ferrum_jax.weights.huge_pages import stack_in_turn
@@ -134,8 +134,8 @@ class GgufSource:
         if not others:
             return shape
         if len(shape) < 2 or any(other != shape for other in others):
-            found = " and ".join(f"{tensor.name} {list(map(int, reversed(tensor.shape)))}" for tensor in tensors)
-            raise InvalidFormatError(f"{self.path}: the shapes are {found}, expected the same of experts and rows")
+            found = " and ".join(f"{one.name} has shape {list(map(int, reversed(one.shape)))}" for one in tensors)
+            raise InvalidFormatError(f"{self.path}: {found}, expected stacks of one shape")
         return shape[0], len(tensors) * shape[1], *shape[2:]
 
     def _take(self, name: str, make: Callable[["ReaderTensor", tuple[int, ...]], Any]) -> Any:
@@ -146,7 +146,8 @@ class GgufSource:
         found = []
         for tensor in tensors:
             try:
-                _check_scales(tensor)
+                if tensor.tensor_type.name == "MXFP4":
+                    check_powers(tensor.data.reshape(-1, _KINDS["MXFP4"].num_bytes)[:, 0])
                 found.append(make(tensor, shape))
             except (ValueError, IndexError) as problem:
                 raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
@@ -179,14 +180,6 @@ class GgufSource:
                 if tensor is not None:
                     found[f"{module}.{leaf}"] = tensor
         return found | by_gguf_name
-
-
-def _check_scales(tensor: "ReaderTensor") -> None:
-    """Raises ValueError if a scale of MXFP4 is NaN, or has numbers that are not finite."""
-    if tensor.tensor_type.name == "MXFP4":
-        largest = int(np.ascontiguousarray(tensor.data).reshape(-1, 17)[:, 0].max(initial=0))
-        if largest > LARGEST_POWER:
-            raise ValueError(f"a scale is {largest}, at most {LARGEST_POWER} has finite numbers")
 
 
 def _alternate(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -95,7 +95,7 @@ class Architecture:
     interleaves: bool = False  # rotated pairs of rows of the query and key projections are adjacent
     norm_offset: float = 0.0  # added to the weights of norms by the conversion to GGUF
     partial_rotary: bool = False  # True: heads may be rotated in part only
-    # Tensors of a layer that make the parameters of other names; of two, rows alternate.
+    # Tensors of a layer by the parameter that they make, where gguf's table of names has none; of two, rows alternate.
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.generate.drafts import PromptLookup
 from ferrum_jax.generate.model_draft import ModelDraft
 from ferrum_jax.generate.speculation import Speculation
@@ -232,7 +233,8 @@ def test_a_mesh_of_the_variable_is_the_targets_not_the_drafts(folder: Path, monk
     with LLM(folder, speculation=Speculation(draft=folder), **SIZES) as llm:
         source = source_of(llm)
         assert isinstance(source, ModelDraft)
-        assert isinstance(source.model, ModelRunner)
+        assert type(source.model) is ModelRunner  # no ReplicatedRunner
+        assert isinstance(llm.runner, ReplicatedRunner)
 
 
 def test_a_path_loads_a_draft_that_goes_with_the_llm(folder: Path):

@@ -347,7 +347,8 @@ def test_quantised_experts_are_kept(name: str, kinds: tuple[str, str], tmp_path:
     for key, leaf in named_leaves(plain).items():
         np.testing.assert_allclose(read[key], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=key)
     experts = read[f"model.layers.1.mlp.experts.down_proj{'.weight' * (name != 'gpt_oss')}"]
-    np.testing.assert_allclose(experts, drawn["blk.1.ffn_down_exps.weight"], rtol=1e-6, atol=1e-4)
+    expected = drawn["blk.1.ffn_down_exps.weight"]
+    np.testing.assert_allclose(experts, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
     run, tokens = jax.jit(models.forward, static_argnums=2), jnp.array([[3, 1, 4, 1, 5, 9]])
     wanted = run(plain, tokens, cfg)
     np.testing.assert_allclose(run(kept, tokens, cfg), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
@@ -359,19 +360,18 @@ def test_quantised_experts_are_kept(name: str, kinds: tuple[str, str], tmp_path:
             np.testing.assert_allclose(found, wanted[0], rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_gate_and_up_of_different_types_are_dequantised_but_not_kept(tmp_path: Path):
+def test_gate_and_up_of_different_types_are_each_read_as_their_own(tmp_path: Path):
     path = tmp_path / "model.gguf"
     writer = open_writer(path, config_of("gpt_oss"), "gpt-oss")
     _describe(writer, config_of("gpt_oss"), "gpt-oss")
     for key, tensor in converted("gpt_oss", tiny.tensors(config_of("gpt_oss"))).items():
         writer.add_tensor(key, tensor.astype(np.float16) if "ffn_up_exps.weight" in key else tensor)
     finish(writer)
-    params, cfg = ferrum_jax.load_params(path, "float32")
+    params, _ = ferrum_jax.load_params(path, "float32")
     wanted = tiny.tiny_params(config_of("gpt_oss"))["model"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
     found = params["model"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
     np.testing.assert_array_equal(found[:, ::2], wanted[:, ::2])
     np.testing.assert_array_equal(found[:, 1::2], wanted[:, 1::2].astype(np.float16))
-    assert cfg.model_type == "gpt_oss"
 
 
 def test_a_damaged_stack_of_gpt_oss_is_refused_by_name(tmp_path: Path):
@@ -381,8 +381,11 @@ def test_a_damaged_stack_of_gpt_oss_is_refused_by_name(tmp_path: Path):
     def flat(tensors: Tensors) -> Tensors:
         return tensors | {"blk.1.ffn_gate_exps.bias": tensors["blk.1.ffn_gate_exps.bias"].ravel()}
 
-    for change, name in ((fewer, "blk.0.ffn_up_exps.weight [3, "), (flat, "blk.1.ffn_gate_exps.bias [")):
-        with pytest.raises(InvalidFormatError, match=f"the shapes are .*{re.escape(name)}.*expected the same"):
+    for change, name in (
+        (fewer, "blk.0.ffn_up_exps.weight has shape [3, "),
+        (flat, "blk.1.ffn_gate_exps.bias has shape ["),
+    ):
+        with pytest.raises(InvalidFormatError, match=f"{re.escape(name)}.*expected stacks of one shape"):
             GgufSource(write_family(tmp_path / "model.gguf", "gpt_oss", change=change))
     config = config_of("gpt_oss") | {"hidden_size": 64, "intermediate_size": 64}
     writer = open_writer(tmp_path / "nan.gguf", config, "gpt-oss")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
-from ferrum_jax.ops.quantised import LARGEST, PACKED, POWERS, QuantisedWeight, is_packed
+from ferrum_jax.ops.quantised import FLOAT4, LARGEST, PACKED, QuantisedWeight, is_packed, values_dtype
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
@@ -76,7 +76,7 @@ def digest() -> str | None:
 
 
 def reads(values: str, inputs: int) -> bool:
-    """Whether the kernels multiply by `inputs` columns of a type of values, which if quantised are scaled in groups."""
+    """Whether there is a kernel for weights with this many inputs whose values have this type (`values_dtype`)."""
     return values in FLOATS or (values in (*LARGEST, *PACKED) and inputs <= MOST_INPUTS)
 
 
@@ -97,16 +97,17 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         return weight.dtype.name in FLOATS
     if weight.scales is None:
         return weight.values.dtype.name in FLOATS
+    values, scales, offsets = values_dtype(weight), weight.scales.dtype, weight.offsets
     columns, groups = weight.shape[-1], weight.scales.shape[-1]
+    if values == FLOAT4:
+        is_scaled = offsets is None
+    else:
+        is_scaled = scales.name in FLOATS and (offsets is None or offsets.dtype in (scales, jnp.float32))
     return (
-        weight.values.dtype.name in (*LARGEST, "uint8")
-        and weight.scales.dtype.name in (*FLOATS, *[POWERS] * is_packed(weight))
+        is_scaled
+        and values in (*LARGEST, *PACKED)
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0
-        and (
-            weight.offsets is None
-            or (weight.scales.dtype != POWERS and weight.offsets.dtype in (weight.scales.dtype, jnp.float32))
-        )
     )
 
 

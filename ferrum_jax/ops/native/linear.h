@@ -210,9 +210,10 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
           fetch_to(lines * (row + 4) / rows);
           multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing);
         }
-        if (made == R) fetch_to(lines);
-        if (made == R && row < rows) {
-          by_size<3>(rows - row, [&](auto rest) { multiply<R, rest.value>(x + row, 0, strip, n, y + row, kNothing); });
+        if (made == R) {
+          fetch_to(lines);
+          if (row < rows)
+            by_size<3>(rows - row, [&](auto rest) { multiply<R, rest.value>(x + row, 0, strip, n, y + row, kNothing); });
           row = rows;
         }
         for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing);

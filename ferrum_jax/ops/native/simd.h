@@ -155,11 +155,11 @@ inline Vector load(const Power* p) {
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
 }
 // The floats of the lowest four bits of each lane.
-inline Vector lowest_float4(__m512i codes) { return _mm512_permutexvar_ps(codes, _mm512_load_ps(kFloat4)); }
+inline Vector lowest_float4(Integers codes) { return _mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(kFloat4)); }
 inline void load(const Float4* p, Vector* low, Vector* high) {
-  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  const Integers both = (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   *low = lowest_float4(both);
-  *high = lowest_float4(_mm512_srli_epi32(both, 4));
+  *high = lowest_float4(both >> 4);
 }
 #elif defined(__AVX2__)
 inline Vector load(const BFloat16* p) {
@@ -182,14 +182,14 @@ inline Vector load(const Power* p) {
   return (Vector)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
 }
 // The floats of the lowest four bits of each lane: three say the size, the fourth the sign.
-inline Vector lowest_float4(__m256i codes) {
-  const __m256 size = _mm256_permutevar8x32_ps(_mm256_load_ps(kFloat4), codes);
-  return _mm256_xor_ps(size, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31)));
+inline Vector lowest_float4(Integers codes) {
+  const __m256 size = _mm256_permutevar8x32_ps(_mm256_load_ps(kFloat4), (__m256i)codes);
+  return _mm256_xor_ps(size, (__m256)_mm256_slli_epi32((__m256i)(codes >> 3), 31));
 }
 inline void load(const Float4* p, Vector* low, Vector* high) {
-  const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  const Integers both = (Integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
   *low = lowest_float4(both);
-  *high = lowest_float4(_mm256_srli_epi32(both, 4));
+  *high = lowest_float4(both >> 4);
 }
 #else
 template <class T> inline Vector load(const T* p) {
@@ -233,13 +233,7 @@ template <class V> inline Integers load_words(const V* p, int64_t bytes) {
 inline Vector number_of(Integers words, int j, Nibbles) {
   return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
 }
-#if defined(__AVX512F__)
-inline Vector number_of(Integers words, int j, Float4) { return lowest_float4((__m512i)(words >> 4 * j)); }
-#elif defined(__AVX2__)
-inline Vector number_of(Integers words, int j, Float4) { return lowest_float4((__m256i)(words >> 4 * j)); }
-#else
 inline Vector number_of(Integers words, int j, Float4) { return lowest_float4(words >> 4 * j); }
-#endif
 
 // `count` numbers at p, each in as many lanes as `width` says, a power of two, and then zeros.
 inline Vector spread(const float* p, int64_t count, int64_t width) {
