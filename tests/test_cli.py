@@ -231,7 +231,7 @@ def test_inspect_shows_what_a_mesh_will_be_served(run: Run, tmp_path: Path, monk
 
 
 def test_inspect_describes_a_file_whose_type_is_not_supported(run: Run, tmp_path: Path):
-    raw = {QUANTISED: (np.zeros((256, 512 // 256 * 84), np.uint8), GGMLQuantizationType.Q2_K)}
+    raw = {QUANTISED: (np.zeros((256, 512 // 256 * 292), np.uint8), GGMLQuantizationType.Q8_K)}
     code, out, err = run("inspect", write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw))
     assert (code, err) == (0, "")
     assert "family qwen2" in " ".join(out.split())

@@ -18,7 +18,9 @@ from ferrum_jax.contract import DataType
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.loading import open_checkpoint, param_specs, served_specs, with_defaults
 from ferrum_jax.models import specs
-from ferrum_jax.models.quantisation import formats_of
+from ferrum_jax.models.layout import LAYOUTS, lay_out
+from ferrum_jax.models.quantisation import Format, formats_of
+from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.weights import test_packed
 from tests.weights.scalar_ggml import FORMATS, draw_blocks, read_blocks
@@ -143,7 +145,7 @@ def test_experts_of_different_formats_are_dequantised_but_not_kept(tmp_path: Pat
         ferrum_jax.load_params(path, quantize="keep")
 
 
-BLOCKS = ("Q4_1", "Q5_0", "Q5_K", "Q6_K", "Q8_0")
+BLOCKS = ("Q3_K", "Q4_1", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,25 @@ def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path:
     name = test_packed.LEFT_OUT
     expected = read_blocks(kind, drawn[name], shapes[name])
     np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+def test_scales_of_scales_are_saved_and_served(tmp_path: Path):
+    shapes = {name: leaf.shape for name, leaf in tiny.tensors(WIDE).items() if leaf.ndim == 2}
+    kinds = {name: "Q6_K" if "down_proj" in name else "Q4_K" for name in shapes}
+    raw = {
+        name: (draw_blocks(kinds[name], shape, 0), GGMLQuantizationType[kinds[name]]) for name, shape in shapes.items()
+    }
+    file = write_gguf(tmp_path / "m.gguf", WIDE, raw=raw)
+    kept, cfg = ferrum_jax.load_params(file, "float32", quantize="keep")
+    bits = {name: form.scales for name, form in formats_of(kept).items()}
+    assert set(bits.values()) == {Format("int8", columns // 256, "float16") for columns in (256, 512)}
+    orbax.save(tmp_path / "saved", kept, cfg)
+    tiny.assert_same_tree(ferrum_jax.load_params(tmp_path / "saved", "float32", quantize="keep")[0], kept)
+    prompt = list(range(3, 12))
+    wanted = np.asarray(models.forward(models.dequantise(kept), jnp.asarray([prompt]), cfg))[0]
+    for layout in LAYOUTS:
+        with ferrum_jax.from_params(lay_out(kept, cfg, layout), cfg, engine=ENGINE) as runner:
+            np.testing.assert_allclose(runner.forward_verify("a", prompt), wanted, rtol=0, atol=LOGITS)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("Q4_1", "fused"), ("Q8_0", "checkpoint")])

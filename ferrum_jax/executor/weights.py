@@ -146,7 +146,9 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
     if len(spec.shape) - ("expert" in spec.axes) - ("layer" in spec.axes) < 2:
         return [f"{name} is quantised, which only matrices can be"]
     dtype, scales = weight.values.dtype.name, weight.scales
-    parts = {part: leaf for part, leaf in (("scales", scales), ("offsets", weight.offsets)) if leaf is not None}
+    parts: dict[str, Any] = {
+        part: leaf for part, leaf in (("scales", scales), ("offsets", weight.offsets)) if leaf is not None
+    }
     if dtype not in (known := (*LARGEST, *NARROW, "uint8")):
         return [f"{name}.values are {dtype}, expected {' or '.join(known)}"]
     if dtype in NARROW:
@@ -155,13 +157,16 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
         return [f"{name}.scales is missing, which values in {dtype} need"]
     if (is_float4 := values_dtype(weight) == FLOAT4) and weight.offsets is not None:
         return [f"{name}.offsets is unknown, as values in {FLOAT4} have none"]
+    inner = [_problem_of_inner(f"{name}.{part}", leaf, dtype) for part, leaf in parts.items() if is_quantised(leaf)]
+    if any(inner):
+        return [problem for problem in inner if problem]
     problems = [
         f"{name}.{part} is {leaf.dtype}, expected {' or '.join(DTYPES)}"
         for part, leaf in parts.items()
-        if leaf.dtype.name not in DTYPES and not is_float4
+        if not is_quantised(leaf) and leaf.dtype.name not in DTYPES and not is_float4
     ]
     *rows, columns = weight.shape
-    groups, evenly = scales.shape[-1] if scales.ndim else 0, 2 if is_packed(weight) else 1
+    groups, evenly = scales.shape[-1] if scales.shape else 0, 2 if is_packed(weight) else 1
     if scales.shape != (*rows, groups) or not groups or columns % (groups * evenly):
         kind = "groups of an even size" if is_packed(weight) else "groups"
         expected = f"[{', '.join(map(str, rows))}, G], where G {kind} divide {columns} columns"
@@ -171,6 +176,19 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
             f"{name}.offsets has shape {list(weight.offsets.shape)}, expected {list(scales.shape)} as the scales"
         )
     return problems
+
+
+def _problem_of_inner(name: str, weight: QuantisedWeight[Any], of: str) -> str | None:
+    """Says what is wrong with scales or offsets, of values in `of`, that are quantised themselves."""
+    values, scales = weight.values, weight.scales
+    if of not in ("int8", "uint8") or values.dtype != jnp.int8 or weight.offsets is not None:
+        return f"{name} is quantised, which must be to int8, without offsets, and for values in int8 or four bits"
+    if scales is None or is_quantised(scales) or scales.dtype.name not in DTYPES:
+        return f"{name}.scales is missing or of another type, expected {' or '.join(DTYPES)}"
+    count = scales.shape[-1] if scales.shape else 0
+    if not values.ndim or scales.shape != (*values.shape[:-1], count) or not count or values.shape[-1] % count:
+        return f"{name}.scales has shape {list(scales.shape)}, which does not fit values of {list(values.shape)}"
+    return None
 
 
 def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:

@@ -226,6 +226,8 @@ def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
         values = (wide[..., 0, :] | wide[..., 1, :] << np.uint8(4)).reshape(values.shape)
 
     def resized(leaf: Any) -> Any:
+        if isinstance(leaf, QuantisedWeight):  # with more columns for each of its own scales
+            return replace(leaf, values=resized(leaf.values))
         return xp.repeat(leaf, before // size, axis=-1) if size < before else leaf[..., :: size // before]
 
     offsets = None if weight.offsets is None else resized(weight.offsets)
@@ -243,10 +245,21 @@ def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> 
     weight = regroup(weight, size)
     of_groups = tuple((start if start == PADDING else start // size, count // size) for start, count in runs)
     bytes_of = _scaled(of_groups, size // 2 if packed else size)
-    scales, offsets = (
-        None if leaf is None else take(leaf, last, of_groups) for leaf in (weight.scales, weight.offsets)
-    )
+    split = _in_groups(split, size)
+
+    def taken(leaf: Any) -> Any:
+        if isinstance(leaf, QuantisedWeight):
+            return _take_columns(leaf, split, of_groups)
+        return None if leaf is None else take(leaf, last, of_groups)
+
+    scales, offsets = taken(weight.scales), taken(weight.offsets)
     return QuantisedWeight(values=take(weight.values, last, bytes_of), scales=scales, offsets=offsets)
+
+
+def _in_groups(split: DimSplit, size: int) -> DimSplit:
+    """Returns how groups of `size` columns are divided, given how columns are."""
+    parts = (tuple((at if at == PADDING else at // size, count // size) for at, count in part) for part in split.parts)
+    return DimSplit(split.axes, tuple(parts))
 
 
 def _weight_spec(spec: QuantisedWeight[ParamSpec]) -> ParamSpec:
@@ -308,10 +321,15 @@ def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
 
 def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
     """Undoes `on_mesh`."""
-    found = _taken(leaf, spec, division, inverse)
-    if isinstance(spec, QuantisedWeight) and spec.scales is not None:
-        return regroup(found, found.shape[-1] // spec.scales.shape[-1])
-    return found
+    return _rejoined(_taken(leaf, spec, division, inverse), spec)
+
+
+def _rejoined(leaf: Leaf, spec: Any) -> Leaf:
+    """Joins the groups of a quantised leaf that the mesh has split, those of its scales first."""
+    if not isinstance(spec, QuantisedWeight) or spec.scales is None:
+        return leaf
+    leaf = replace(leaf, scales=_rejoined(leaf.scales, spec.scales), offsets=_rejoined(leaf.offsets, spec.offsets))
+    return regroup(leaf, leaf.shape[-1] // spec.scales.shape[-1])
 
 
 def inverse(split: DimSplit, size: int) -> Runs:
@@ -354,17 +372,38 @@ def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
     )
     if not isinstance(spec, QuantisedWeight):
         return replace(spec, shape=shape)
+    return _quantised_on_mesh(spec, weight.shape[-1], shape, found[-1])
+
+
+def _quantised_on_mesh(
+    spec: QuantisedWeight[ParamSpec], columns: int, shape: tuple[int, ...], split: DimSplit | None
+) -> QuantisedWeight[ParamSpec]:
+    """Spec of a quantised weight of `columns` columns that has `shape` on the mesh, where `split` divides those."""
     values = replace(spec.values, shape=(*shape[:-1], shape[-1] // _packing(spec)))
     if spec.scales is None:
         return QuantisedWeight(values=values)
-    columns, groups = weight.shape[-1], spec.scales.shape[-1]
-    if found[-1] is None or (groups == 1 and _packing(spec) == 1):
-        num_groups = groups
+    groups = spec.scales.shape[-1]
+    size = group_size(columns, groups, split, packed=_packing(spec) == 2)
+    if _has_one_scale(spec):
+        split = None
+    if split is None:
+        num_groups, own = groups, None
     else:
-        num_groups = shape[-1] // group_size(columns, groups, found[-1], packed=_packing(spec) == 2)
-    scales = replace(spec.scales, shape=(*shape[:-1], num_groups))
-    offsets = None if spec.offsets is None else replace(spec.offsets, shape=scales.shape)
-    return QuantisedWeight(values=values, scales=scales, offsets=offsets)
+        num_groups, own = shape[-1] // size, _in_groups(split, size)
+
+    def part(kept: ParamSpec | QuantisedWeight[ParamSpec]) -> ParamSpec | QuantisedWeight[ParamSpec]:
+        its_shape = *shape[:-1], num_groups
+        if isinstance(kept, QuantisedWeight):
+            return _quantised_on_mesh(kept, columns // size, its_shape, own)
+        return replace(kept, shape=its_shape)
+
+    offsets = None if spec.offsets is None else part(spec.offsets)
+    return QuantisedWeight(values=values, scales=part(spec.scales), offsets=offsets)
+
+
+def _has_one_scale(spec: QuantisedWeight[ParamSpec]) -> bool:
+    """Whether all columns share a scale, so that the mesh divides none of its groups."""
+    return spec.scales is not None and spec.scales.shape[-1] == 1 and _packing(spec) == 1
 
 
 def specs_of_one(specs: ParamTree, division: Division) -> ParamTree:
@@ -385,13 +424,14 @@ def partitions(specs: ParamTree, division: Division) -> ParamTree:
     def of(spec: Spec) -> Any:
         weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
         axes = [None if split is None else split.axes for split in dim_splits(weight, division)]
-        values = PartitionSpec(*axes)
-        if not isinstance(spec, QuantisedWeight):
-            return values
-        if spec.scales is None:
-            return QuantisedWeight(values=values)
-        one_scale = spec.scales.shape[-1] == 1 and _packing(spec) == 1
-        scales = PartitionSpec(*axes[:-1], None) if one_scale else values
-        return QuantisedWeight(values=values, scales=scales, offsets=None if spec.offsets is None else scales)
+        return _partition(spec, axes)
 
     return jax.tree.map(of, specs, is_leaf=is_weight_spec)
+
+
+def _partition(spec: Spec | None, axes: Sequence[Any]) -> Any:
+    if not isinstance(spec, QuantisedWeight):
+        return None if spec is None else PartitionSpec(*axes)
+    own = (*axes[:-1], None) if _has_one_scale(spec) else axes
+    scales, offsets = _partition(spec.scales, own), _partition(spec.offsets, own)
+    return QuantisedWeight(values=PartitionSpec(*axes), scales=scales, offsets=offsets)

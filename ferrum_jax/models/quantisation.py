@@ -1,6 +1,6 @@
 """Parameter trees with quantised weights: their formats, specs and values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ferrum_jax.ops.quantised import (
     NARROW,
     PACKED,
     POWERS,
+    UINT4,
     QuantisedWeight,
     activation_dtype,
     dequantise_weight,
@@ -40,8 +41,8 @@ class Format:
 
     dtype: str  # of the values; those of four bits are packed two to a byte; 16-bit values have no scales
     groups: int = 1  # scales per output channel
-    scales: str = "float32"  # their dtype; those of four-bit floats are POWERS
-    offsets: str | None = None  # their dtype; None: no offsets
+    scales: "str | Format" = "float32"  # their dtype; those of four-bit floats are POWERS; or how they are quantised
+    offsets: "str | Format | None" = None  # the same; None: no offsets
 
     def __post_init__(self):
         known = (*LARGEST, *PACKED, *NARROW)
@@ -50,11 +51,18 @@ class Format:
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise InvalidParameterError(f"groups are {self.groups!r}, expected an integer of at least 1")
         scales = (POWERS,) if self.dtype == FLOAT4 else DTYPES
-        if self.scales not in scales:
-            raise InvalidParameterError(f"scales are {self.scales!r}, expected {' or '.join(scales)}")
-        offsets = (None,) if self.dtype == FLOAT4 else (*DTYPES, None)
-        if self.offsets not in offsets:
-            raise InvalidParameterError(f"offsets are {self.offsets!r}, expected {' or '.join(map(str, offsets))}")
+        self._check("scales", self.scales, scales)
+        self._check("offsets", self.offsets, (None,) if self.dtype == FLOAT4 else (*DTYPES, None))
+
+    def _check(self, part: str, given: "str | Format | None", known: Sequence[str | None]) -> None:
+        if not isinstance(given, Format):
+            if given not in known:
+                raise InvalidParameterError(f"{part} are {given!r}, expected {' or '.join(map(str, known))}")
+            return
+        if self.dtype not in ("int8", UINT4) or given.dtype != "int8" or not isinstance(given.scales, str):
+            raise InvalidParameterError(f"{part} of values in {self.dtype} are quantised as {given}")
+        if given.offsets is not None or self.groups % given.groups:
+            raise InvalidParameterError(f"{part} of {self.groups} groups are quantised as {given}")
 
 
 Formats = Mapping[str, Format]  # by name of weight, of quantised weights only
@@ -94,20 +102,25 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
     """
 
     def kept(name: str, spec: ParamSpec) -> ParamSpec | QuantisedWeight[ParamSpec]:
-        if name not in formats:
-            return spec
-        form = formats[name]
-        if form.dtype in NARROW:
-            return QuantisedWeight(values=replace(spec, dtype=form.dtype))
-        last = spec.axes[-1] if form.groups > 1 else "group"
-        scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype=form.scales)
-        values = replace(spec, dtype=form.dtype)
-        if form.dtype in PACKED:
-            values = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] // 2))
-        offsets = None if form.offsets is None else replace(scales, init="zeros", dtype=form.offsets)
-        return QuantisedWeight(values=values, scales=scales, offsets=offsets)
+        return _quantised_spec(spec, formats[name]) if name in formats else spec
 
     return specs.map_specs(kept, plain)
+
+
+def _quantised_spec(spec: ParamSpec, form: Format) -> QuantisedWeight[ParamSpec]:
+    if form.dtype in NARROW:
+        return QuantisedWeight(values=replace(spec, dtype=form.dtype))
+    values = replace(spec, dtype=form.dtype)
+    if form.dtype in PACKED:
+        values = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] // 2))
+    last = spec.axes[-1] if form.groups > 1 else "group"
+
+    def part(kept: str | Format, init: str) -> ParamSpec | QuantisedWeight[ParamSpec]:
+        own = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), init)
+        return _quantised_spec(own, kept) if isinstance(kept, Format) else replace(own, dtype=kept)
+
+    offsets = None if form.offsets is None else part(form.offsets, "zeros")
+    return QuantisedWeight(values=values, scales=part(form.scales, "ones"), offsets=offsets)
 
 
 def formats_of(params: ParamTree) -> dict[str, Format]:
@@ -127,8 +140,12 @@ def _format_of(leaf: QuantisedWeight[Any]) -> Format:
     dtype = values_dtype(leaf)
     if leaf.scales is None:
         return Format(dtype)
-    offsets = None if leaf.offsets is None else leaf.offsets.dtype.name
-    return Format(dtype, leaf.scales.shape[-1], leaf.scales.dtype.name, offsets)
+    scales, offsets = (
+        _format_of(part) if is_quantised(part) else None if part is None else part.dtype.name
+        for part in (leaf.scales, leaf.offsets)
+    )
+    assert scales is not None
+    return Format(dtype, leaf.scales.shape[-1], scales, offsets)
 
 
 def quantise(

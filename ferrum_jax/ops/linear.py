@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.experts_triton import TiledWeight
-from ferrum_jax.ops.quantised import QuantisedWeight, Weight, dequantise_weight, halves, is_packed, scaled
+from ferrum_jax.ops.quantised import QuantisedWeight, Weight, dequantise_weight, halves, is_packed, is_quantised, scaled
 
 FEW_TOKENS = 64  # from 2 to this many tokens, XLA's CPU products are faster with the weight as left operand
 PARTS = 4  # into which a weight is cut for a single token on a CPU
@@ -135,9 +135,10 @@ def quantised_product(x: jax.Array, weight: QuantisedWeight, out: jnp.dtype) -> 
 
 def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
     wide = jnp.dtype(jnp.float32)
-    if weight.scales is None or weight.scales.shape[-1] > 1 or weight.offsets is not None or is_packed(weight):
+    scales, is_bare = weight.scales, weight.offsets is None and not is_packed(weight)
+    if scales is None or not is_bare or scales.shape[-1] > 1 or is_quantised(scales):
         return _weight_right(x, dequantise_weight(weight, x.dtype), wide)
-    return _weight_right(x, weight.values.astype(x.dtype), wide) * weight.scales[:, 0].astype(wide)
+    return _weight_right(x, weight.values.astype(x.dtype), wide) * scales[:, 0].astype(wide)
 
 
 def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:

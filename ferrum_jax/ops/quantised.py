@@ -1,7 +1,8 @@
 """Quantised weights: values of few bits with scales, a leaf of a parameter tree that products and look-ups accept.
 
 A number of the weight is its value times its scale, plus its offset if there are offsets; 16-bit values, in a model
-that computes in float32, are the numbers themselves. Symmetric, round to nearest: Jacob et al. 2018, "Quantization and
+that computes in float32, are the numbers themselves. Scales and offsets may be such weights in turn, as in GGUF's K
+blocks: integers times a number for several of them. Symmetric, round to nearest: Jacob et al. 2018, "Quantization and
 Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", section 3. Four-bit values are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds column i of
@@ -34,13 +35,14 @@ MIDDLE = 8.0  # the four-bit value that means 0 if there are no offsets
 class QuantisedWeight(Generic[Leaf]):
     """A matrix `[F, D]`, or a stack of them, as values, scales (unless values have 16 bits) and, if any, offsets.
 
-    A pytree of one to three leaves, which may be mapped, sharded, stacked or sliced along their first axes. It has no
+    A pytree of one to five leaves, which may be mapped, sharded, stacked or sliced along their first axes. It has no
     dtype of its own: its values have one, and a product has the dtype of its input.
     """
 
     values: Leaf  # int8, float8_e4m3fn, bfloat16 or float16 [..., F, D], or uint8 [..., F, D / 2] of two numbers each
-    scales: Leaf | None = None  # floating or POWERS [..., F, G]: one for D / G columns; G = 1: one scale per channel
-    offsets: Leaf | None = None  # floating [..., F, G]
+    # Floating, POWERS or a QuantisedWeight in int8, [..., F, G]: one for D / G columns; G = 1: one scale per channel.
+    scales: Any = None
+    offsets: Any = None  # floating or a QuantisedWeight in int8, [..., F, G]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ def halves(weight: QuantisedWeight) -> list[jax.Array]:
     assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
     found = packed & jnp.uint8(15), packed >> jnp.uint8(4)
-    if weight.scales.dtype == POWERS:
+    if values_dtype(weight) == FLOAT4:
         return [_widen_e2m1(half) for half in found]
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
     return [half.astype(jnp.float32) - middle for half in found]
@@ -104,8 +106,10 @@ def _widen_e2m1(codes: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**14)
 
 
-def _wide_scales(scales: Any) -> jax.Array:
-    """Returns scales in float32; POWERS become its exponents."""
+def _wide(scales: Any) -> jax.Array:
+    """Returns scales or offsets in float32; POWERS become its exponents."""
+    if is_quantised(scales):
+        return dequantise_weight(scales, jnp.float32)
     if scales.dtype != POWERS:
         return scales.astype(jnp.float32)
     return lax.bitcast_convert_type(jnp.asarray(scales).astype(jnp.uint32) << 23, jnp.float32)
@@ -125,8 +129,8 @@ def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
 def scaled(values: jax.Array, weight: QuantisedWeight) -> jax.Array:
     """Applies scales and offsets to values `[..., F, G, columns]`, in float32."""
     assert weight.scales is not None
-    found = values * _wide_scales(weight.scales)[..., None]
-    return found if weight.offsets is None else found + weight.offsets.astype(jnp.float32)[..., None]
+    found = values * _wide(weight.scales)[..., None]
+    return found if weight.offsets is None else found + _wide(weight.offsets)[..., None]
 
 
 def is_packed(weight: QuantisedWeight) -> bool:
@@ -140,7 +144,8 @@ def values_dtype(weight: QuantisedWeight) -> str:
     values, scales = cast(Any, weight.values), cast(Any, weight.scales)
     if not is_packed(weight):
         return values.dtype.name
-    return FLOAT4 if scales is not None and scales.dtype == POWERS else UINT4
+    is_float = scales is not None and not is_quantised(scales) and scales.dtype == POWERS
+    return FLOAT4 if is_float else UINT4
 
 
 def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:

@@ -122,7 +122,7 @@ def gathered_bytes(deployment: Deployment) -> int:
     numbers = {name: numbers_of(name, spec) // spec.shape[0] for name, spec in own}
     size = max(numbers.values())
     held = sum(spec_bytes(spec, deployment.activation_bytes) // spec.shape[0] for _, spec in own)
-    groups = max((spec.shape[-1] for name, spec in own if name.endswith(".scales")), default=1)
+    groups = max((spec.shape[-1] for name, spec in own if "scales" in name.split(".")), default=1)
     if groups > 1:
         held += sum(numbers.values()) * deployment.activation_bytes
     return max(2, GATHERED // size) * held

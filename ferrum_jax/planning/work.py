@@ -102,7 +102,7 @@ def step_work(
 
 def numbers_of(name: str, spec: ParamSpec) -> int:
     """Numbers that are multiplied: two in each byte of a packed weight, none in scales and offsets."""
-    if name.endswith((".scales", ".offsets")):
+    if not {"scales", "offsets"}.isdisjoint(name.split(".")):
         return 0
     return math.prod(spec.shape) * (2 if spec.dtype == "uint8" else 1)
 

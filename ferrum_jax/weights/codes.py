@@ -203,6 +203,7 @@ def to_leaf(codes: Codes, scheme: Scheme, form: Format) -> QuantisedWeight[np.nd
     Raises:
         InvalidFormatError: zero points are not in the middle, but the configuration says that weights are symmetric.
     """
+    assert isinstance(form.scales, str)
     scales = np.array(np.broadcast_to(codes.scales, (len(codes.values), form.groups)), form.scales)
     middle = 0 if scheme.packing == PLAIN else 1 << (scheme.bits - 1)
     if form.offsets is None and codes.zeros is not None and (codes.zeros != middle).any():

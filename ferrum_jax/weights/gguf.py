@@ -1,7 +1,8 @@
 """GGUF files: their configuration, and their tensors, dequantised by the `gguf` package or in native quantisation.
 
-The layouts of blocks are those of ggml's `ggml-common.h`. In native quantisation, values of five and six bits are
-stored in bytes; the scales of a K block are products of two numbers, so they become float32.
+The layouts of blocks are those of ggml's `ggml-common.h`. In native quantisation, values of two and three bits are
+stored in four, those of five and six bits in bytes, and those of IQ4 as the bytes that their table has. The scales of a
+block of 256 count a number of the block's own; they stay integers.
 """
 
 import functools
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
 
 SHARED_GATE = ".shared_expert_gate.weight"
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+PLAIN = "F32", "F16", "BF16"
+DEQUANTISED = "IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "TQ1_0", "TQ2_0"  # never kept
+SUPER = 256  # numbers of a K block
 
 Bytes = NDArray[np.uint8]
-Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # values; scales and offsets, [blocks, groups] each
+Counts = tuple[NDArray[Any], NDArray[np.float16]]  # integers [blocks, groups], and what they count [blocks, 1]
+Parts = tuple[NDArray[Any], NDArray[Any] | Counts, NDArray[Any] | Counts | None]  # values, scales and offsets
 
 
 class GgufSource:
@@ -124,8 +128,8 @@ class GgufSource:
 
     def _kinds_of(self, name: str) -> list[str]:
         for tensor in self._tensors[name]:
-            if (kind := tensor.tensor_type.name) not in TYPES:
-                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
+            if (kind := tensor.tensor_type.name) not in (types := (*PLAIN, *_KINDS, *DEQUANTISED)):
+                raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(types)}")
         return [tensor.tensor_type.name for tensor in self._tensors[name]]
 
     def _shape_of(self, tensors: "Sequence[ReaderTensor]") -> tuple[int, ...]:
@@ -196,7 +200,7 @@ def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
 class _Kind(NamedTuple):
     group_size: int
     values: str
-    scales: str
+    scales: str | None  # None: integers that count a number of each K block
     has_offsets: bool
     num_bytes: int  # of a block
     split: Callable[[Bytes], Parts]
@@ -207,7 +211,8 @@ def native_format(kind: str, columns: int) -> Format | None:
     if kind not in _KINDS:
         return None
     found = _KINDS[kind]
-    return Format(found.values, columns // found.group_size, found.scales, found.scales if found.has_offsets else None)
+    scales = found.scales or Format("int8", columns // SUPER, "float16")
+    return Format(found.values, columns // found.group_size, scales, scales if found.has_offsets else None)
 
 
 def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[np.ndarray]:
@@ -215,10 +220,20 @@ def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[n
     found = _KINDS[kind]
     values, scales, offsets = found.split(np.ascontiguousarray(data).reshape(-1, found.num_bytes))
     values, groups = values.reshape(shape), shape[1] // found.group_size
+
+    def part(given: NDArray[Any] | Counts | None) -> Any:
+        if not isinstance(given, tuple):
+            return None if given is None else np.array(given.reshape(shape[0], groups), found.scales)
+        counts, units = given
+        return QuantisedWeight(
+            values=counts.reshape(shape[0], groups).astype(np.int8),
+            scales=np.array(units.reshape(shape[0], -1), np.float16),
+        )
+
     return QuantisedWeight(
         values=pack(values.astype(np.uint8, copy=False), groups) if found.values in PACKED else values.astype(np.int8),
-        scales=np.array(scales.reshape(shape[0], groups), found.scales),
-        offsets=None if offsets is None else np.array(offsets.reshape(shape[0], groups), found.scales),
+        scales=part(scales),
+        offsets=part(offsets),
     )
 
 
@@ -232,9 +247,32 @@ def _nibbles(data: Bytes) -> Bytes:
     return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
+def _quarters(data: Bytes) -> Bytes:
+    """Splits runs of 32 bytes into their pairs of bits, lowest first: `[blocks, n]` to `[blocks, n / 32, 4, 32]`."""
+    return data.reshape(len(data), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+
+
 def _fifth(data: Bytes) -> Bytes:
     """Reads 32 bits of each block, each shifted to the place of a fifth bit."""
     return np.unpackbits(data, axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    scales, least = blocks[:, :16] & np.uint8(15), blocks[:, :16] >> np.uint8(4)
+    return _quarters(blocks[:, 16:80]), (scales, _half(blocks, 80)), (least, -_half(blocks, 82))
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [blocks, 8, 32]; 0: minus 4
+    values = _quarters(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
+    high = _quarters_of(blocks[:, 104:108])
+    scales = (_nibbles(blocks[:, 96:104]) | high << np.uint8(4)).astype(np.int8) - 32
+    return values + np.uint8(4), (scales, _half(blocks, 108)), None
+
+
+def _quarters_of(data: Bytes) -> Bytes:
+    """Splits bytes `[blocks, n]` into their lowest pairs of bits, then their next: `[blocks, 4 n]`."""
+    return (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)).reshape(len(data), -1)
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -248,9 +286,8 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 def _q6_k(blocks: Bytes) -> Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)  # [blocks, 2, 4, 32]
-    scales = _half(blocks, 208).astype(np.float32) * blocks[:, 192:208].view(np.int8)
+    high = _quarters(blocks[:, 128:192])
+    scales = blocks[:, 192:208].view(np.int8), _half(blocks, 208)
     return (low | high << np.uint8(4)).astype(np.int8) - 32, scales, None
 
 
@@ -258,12 +295,12 @@ def _k_nibbles(data: Bytes) -> Bytes:
     return _nibbles(data.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
-def _k_scales(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _k_scales(blocks: Bytes) -> tuple[Counts, Counts]:
     """Reads six-bit scales and offsets of eight groups from twelve bytes."""
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
     least = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
-    return _half(blocks, 0).astype(np.float32) * scales, -_half(blocks, 2).astype(np.float32) * least
+    return (scales, _half(blocks, 0)), (least, -_half(blocks, 2))
 
 
 def _q5_0(blocks: Bytes) -> Parts:
@@ -274,14 +311,27 @@ def _q5_1(blocks: Bytes) -> Parts:
     return _nibbles(blocks[:, 8:]) | _fifth(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
 
 
+def _iq4_xs(blocks: Bytes) -> Parts:
+    high = _quarters_of(np.ascontiguousarray(blocks[:, 2:4]))  # [blocks, 8]: of groups 0 and 4, 1 and 5, and so on
+    high = high.reshape(-1, 4, 2).swapaxes(1, 2).reshape(-1, 8)
+    low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=-1).reshape(-1, 8)
+    scales = (low | high << np.uint8(4)).astype(np.int8) - 32
+    return _IQ4[_nibbles(blocks[:, 8:].reshape(-1, 8, 16))], (scales, _half(blocks, 0)), None
+
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 _KINDS = {
     "Q4_0": _Kind(32, UINT4, "float16", False, 18, lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None)),
     "Q4_1": _Kind(32, UINT4, "float16", True, 20, lambda b: (_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2))),
     "Q5_0": _Kind(32, "int8", "float16", False, 22, _q5_0),
     "Q5_1": _Kind(32, "int8", "float16", True, 24, _q5_1),
     "Q8_0": _Kind(32, "int8", "float16", False, 34, lambda b: (b[:, 2:].view(np.int8), _half(b, 0), None)),
-    "Q4_K": _Kind(32, UINT4, "float32", True, 144, _q4_k),
-    "Q5_K": _Kind(32, "int8", "float32", True, 176, _q5_k),
-    "Q6_K": _Kind(16, "int8", "float32", False, 210, _q6_k),
+    "Q2_K": _Kind(16, UINT4, None, True, 84, _q2_k),
+    "Q3_K": _Kind(16, UINT4, None, False, 110, _q3_k),
+    "Q4_K": _Kind(32, UINT4, None, True, 144, _q4_k),
+    "Q5_K": _Kind(32, "int8", None, True, 176, _q5_k),
+    "Q6_K": _Kind(16, "int8", None, False, 210, _q6_k),
+    "IQ4_NL": _Kind(32, "int8", "float16", False, 18, lambda b: (_IQ4[_nibbles(b[:, 2:])], _half(b, 0), None)),
+    "IQ4_XS": _Kind(32, "int8", None, False, 136, _iq4_xs),
     "MXFP4": _Kind(32, FLOAT4, POWERS, False, 17, lambda b: (_nibbles(b[:, 1:]), b[:, :1], None)),
 }

@@ -131,16 +131,23 @@ def read_formats(folder: Path) -> dict[str, Format]:
     """Reads the formats of a checkpoint's quantised weights."""
     try:
         found = read_json(folder / CONFIG).get(QUANTISED, {})
-        return {name: Format(**fields) for name, fields in found.items()}
+        return {name: _read_format(fields) for name, fields in found.items()}
     except (AttributeError, TypeError, InvalidParameterError) as problem:
         raise InvalidFormatError(f"{folder / CONFIG}: {QUANTISED} is not of this version: {problem}") from None
+
+
+def _read_format(fields: Mapping[str, Any]) -> Format:
+    own: Any = {name: _read_format(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return Format(**own)
 
 
 def _stored(tree: ParamTree) -> ParamTree:
     """Converts to the stored tree, in which a quantised weight is a dict of its parts."""
 
     def stored(leaf: Any) -> Any:
-        return {name: part for name, part in vars(leaf).items() if part is not None} if is_quantised(leaf) else leaf
+        if not is_quantised(leaf):
+            return leaf
+        return {name: stored(part) for name, part in vars(leaf).items() if part is not None}
 
     return jax.tree.map(stored, tree, is_leaf=is_quantised)
 

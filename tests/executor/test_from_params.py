@@ -126,6 +126,12 @@ def quantised(values: str, scales: Any = None, offsets: Any = None, columns: int
     return QuantisedWeight(jnp.zeros((ROWS[0], columns), values), *parts)
 
 
+def counted(**changed: Any) -> QuantisedWeight:
+    """Scales that count two units a row."""
+    whole = QuantisedWeight(jnp.ones((ROWS[0], 8), jnp.int8), jnp.ones((ROWS[0], 2), jnp.float16))
+    return dataclasses.replace(whole, **changed)
+
+
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
@@ -143,6 +149,14 @@ def quantised(values: str, scales: Any = None, offsets: Any = None, columns: int
         (quantised("uint8", jnp.ones((ROWS[0], 2), jnp.uint8), (ROWS[0], 2), ROWS[1] // 2), r"offsets is unknown, as"),
         (quantised("bfloat16", (ROWS[0], 1)), r"scales is unknown, as values in bfloat16 have none"),
         (quantised("int32", (ROWS[0], 1)), r"values are int32, expected int8 or"),
+        (quantised("float8_e4m3fn", counted()), r"weight\.scales is quantised, which must be to int8, without offsets"),
+        (quantised("int8", (ROWS[0], 8), counted(offsets=jnp.ones(1))), r"weight\.offsets is quantised, which must be"),
+        (quantised("int8", counted(values=jnp.ones((ROWS[0], 8)))), r"weight\.scales is quantised, which must be to"),
+        (quantised("int8", counted(scales=None)), r"scales\.scales is missing or of another type, expected float32"),
+        (quantised("int8", counted(scales=jnp.ones((ROWS[0], 3)))), r"scales\.scales has shape .*, 3\], which does"),
+        (quantised("int8", counted(scales=jnp.float32(1))), r"scales\.scales has shape \[\], which does not fit"),
+        (quantised("int8", counted(values=jnp.int8(1))), r"scales\.scales has shape .*, which does not fit values"),
+        (quantised("int8", jax.tree.map(lambda leaf: leaf[1:], counted())), r"weight\.scales has shape .*, expected"),
         (QuantisedWeight(jnp.int8(1)), r"one number, expected a matrix"),
     ],
 )  # fmt: skip

@@ -103,6 +103,9 @@ FORMS = {
     "fp8": Format("float8_e4m3fn", 3),
     "two numbers a byte": Format("uint4", 6),
     "with offsets": Format("uint4", 3, "float32", "float32"),
+    "scales of scales": Format("int8", 12, Format("int8", 3, "float16")),
+    "scales and offsets of their own scales": Format("uint4", 6, *(2 * [Format("int8", 2, "float16")])),
+    "a scale of all scales": Format("uint4", 6, Format("int8", 1, "float16")),
     "floats of four bits": Format("float4_e2m1fn", 3, "uint8"),
     "sixteen bits": Format("bfloat16"),
 }
@@ -130,9 +133,11 @@ def test_quantised_weights_keep_their_numbers(name: str, devices: int, axes: tup
     jax.tree.map(np.testing.assert_array_equal, from_mesh(whole, spec, found), weight)
     parts = [part_of(weight, spec, found, {"expert": 0, "model": at}) for at in range(devices)]
     dim = axes.index("embed") ^ 1
-    together = jax.tree.map(lambda *leaves: np.concatenate(leaves, dim), *parts)
-    if not (dim == 1 and form.groups == 1 and form.dtype == "int8"):  # each part has its own copy of the one scale
-        jax.tree.map(np.testing.assert_array_equal, together, whole)
+    divided_by = divided.partitions({"w": spec}, found)["w"]  # each part has its own copy of a scale of all columns
+    together = jax.tree.map(
+        lambda axes, *leaves: np.concatenate(leaves, dim) if axes[dim] else leaves[-1], divided_by, *parts
+    )
+    jax.tree.map(np.testing.assert_array_equal, together, whole)
 
 
 def _draw(form: Format, size: int) -> QuantisedWeight[Any]:
@@ -143,11 +148,19 @@ def _draw(form: Format, size: int) -> QuantisedWeight[Any]:
     if form.dtype == "float4_e2m1fn":
         values = rng.integers(256, size=(size, size // 2)).astype(np.uint8)
         return QuantisedWeight(values=values, scales=rng.integers(120, 131, (size, form.groups)).astype(np.uint8))
-    if form.dtype != "uint4":
+    if form.dtype != "uint4" and isinstance(form.scales, str):
         return quantise_weight(wide, form.dtype, form.groups)
-    scales, offsets = rng.standard_normal((2, size, form.groups)).astype(np.float32)
-    values = pack(rng.integers(16, size=(size, size)).astype(np.uint8), form.groups)
-    return QuantisedWeight(values=values, scales=scales, offsets=offsets if form.offsets else None)
+    values = rng.integers(-127, 128, (size, size)).astype(np.int8)
+    if form.dtype == "uint4":
+        values = pack(rng.integers(16, size=(size, size)).astype(np.uint8), form.groups)
+
+    def part(kept: str | Format | None) -> Any:
+        if not isinstance(kept, Format):
+            return None if kept is None else rng.standard_normal((size, form.groups)).astype(np.float32)
+        counts = rng.integers(-32, 64, (size, form.groups)).astype(np.int8)
+        return QuantisedWeight(values=counts, scales=rng.standard_normal((size, kept.groups)).astype(np.float16))
+
+    return QuantisedWeight(values=values, scales=part(form.scales), offsets=part(form.offsets))
 
 
 def test_numbers_that_share_a_byte_stay_together():

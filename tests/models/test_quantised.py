@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ferrum_jax import models
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models import quantisation, specs
+from ferrum_jax.models.quantisation import Format
 from ferrum_jax.models.registry import family
 from ferrum_jax.ops import linear as products
 from ferrum_jax.ops.linear import linear, vocabulary_logits
@@ -314,6 +315,28 @@ def test_scales_lie_where_their_channels_do(group_size: int | None):
     assert block["q_proj"]["weight"].scales.spec == PartitionSpec("model", None)
     assert block["o_proj"]["weight"].values.spec == PartitionSpec(None, "model")
     assert block["o_proj"]["weight"].scales.spec == PartitionSpec(None, "model" if group_size else None)
+
+
+COUNTED = Format("int8", 2, "float16")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("int3",), "weights are kept in int8 or"),
+        (("int8", True), "groups are True, expected an integer"),
+        (("int8", 8, "int8"), "scales are 'int8', expected float32 or"),
+        (("float4_e2m1fn", 8, "uint8", "float32"), "offsets are 'float32', expected None"),
+        (("float8_e4m3fn", 8, COUNTED), "scales of values in float8_e4m3fn are quantised as"),
+        (("uint4", 8, "float32", Format("uint4", 2)), "offsets of values in uint4 are quantised as"),
+        (("uint4", 8, Format("int8", 2, COUNTED)), "scales of values in uint4 are quantised as"),
+        (("uint4", 8, Format("int8", 2, "float16", "float16")), "scales of 8 groups are quantised as"),
+        (("uint4", 9, COUNTED), "scales of 9 groups are quantised as"),
+    ],
+)
+def test_a_format_that_contradicts_itself_is_refused(fields: tuple[Any, ...], message: str):
+    with pytest.raises(InvalidParameterError, match=message):
+        Format(*fields)
 
 
 @pytest.mark.slow

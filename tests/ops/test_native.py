@@ -47,13 +47,19 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
         return jax.device_put(QuantisedWeight(values, rng.integers(120, 131, (*shape[:-1], groups)).astype(np.uint8)))
     scales = (rng.random((*shape[:-1], groups), np.float32) + 0.5).astype(np.float16)
     offsets = rng.standard_normal(scales.shape).astype(np.float16) if kind.endswith("offsets") else None
-    if kind.startswith("int8"):
+    if "int8" in kind:
         values = rng.integers(-127, 128, shape).astype(np.int8)
     elif kind.startswith("float8"):
         values = normal(seed, *shape).astype(ml_dtypes.float8_e4m3fn)
     else:
         numbers = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1, shape[-1])
         values = pack(numbers, groups).reshape(*shape[:-1], -1)
+    if kind.startswith("counted"):  # scales and offsets are integers, eight or sixteen of which count one number
+        run = 16 if "16" in kind else 8
+        counts = rng.integers(-32, 64, (2, *scales.shape)).astype(np.int8)
+        units = (normal(seed, 2, *scales.shape[:-1], groups // run) / 32).astype(np.float16)
+        parts = [QuantisedWeight(*both) for both in zip(counts, units, strict=True)]
+        return jax.device_put(QuantisedWeight(values, parts[0], None if offsets is None else parts[1]))
     dtype = np.float32 if kind.startswith("wide") else np.float16
     beside = np.float32 if "wide" in kind else np.float16
     offsets = None if offsets is None else offsets.astype(beside)
@@ -63,6 +69,8 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
 MANY = 64  # rows of a product above which AVX2's are summed in another order
 KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
 KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4", "float8"]
+COUNTED = ["counted by 16 int8", "counted by 8 int8 with offsets", "counted by 8 uint4 with offsets"]
+COUNTED += ["counted by 16 uint4", "counted by 16 uint4 with offsets"]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -70,16 +78,17 @@ def wide(weight: Any) -> NDArray[np.float64]:
     """The numbers of a weight, those of a quantised one computed in float32."""
     if getattr(weight, "scales", None) is None:
         return np.asarray(getattr(weight, "values", weight), np.float64)
-    values, scales = np.asarray(weight.values), np.asarray(weight.scales, np.float32)[..., None]
+    is_counted = isinstance(weight.scales, QuantisedWeight)
+    values, scales = np.asarray(weight.values), np.asarray(wide(weight.scales), np.float32)[..., None]
     groups = values.reshape(*scales.shape[:-1], -1)
-    if weight.scales.dtype == np.uint8:
+    if not is_counted and weight.scales.dtype == np.uint8:
         groups, scales = E2M1[np.concatenate([groups & 15, groups >> 4], axis=-1)], np.exp2(scales - 127)
     elif values.dtype == np.uint8:
         groups = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(np.int8)
         groups -= np.int8(8 if weight.offsets is None else 0)
     found = groups.astype(np.float32) * scales
     if weight.offsets is not None:
-        found += np.asarray(weight.offsets, np.float32)[..., None]
+        found += np.asarray(wide(weight.offsets), np.float32)[..., None]
     return found.reshape(*weight.shape).astype(np.float64)
 
 
@@ -107,11 +116,12 @@ def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, in
     check_product(product(x, weight), x, wide(weight))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COUNTED])
 def test_a_product_with_a_layer_of_a_stack_is_that_with_its_weight_alone(kind: str):
-    stack = make_weight(kind, 1, 3, 37, 96)
+    width = 512 if kind in COUNTED else 96
+    stack = make_weight(kind, 1, 3, 37, width)
     for rows in (1, 5, MANY + 6):
-        x = normal(rows, rows, 96)
+        x = normal(rows, rows, width)
         for layer in range(3):
             alone = jax.tree.map(lambda leaf, at=layer: leaf[at], stack)
             np.testing.assert_array_equal(product(x, stack, layer), product(x, alone))
@@ -147,6 +157,17 @@ def test_a_stack_that_contradicts_itself_is_refused():
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(product(x, weight, 0))
     np.testing.assert_array_equal(product(x, stack.replace(offsets=offset), 0), product(x, stack, 0))
+    counted = make_weight("counted by 8 int8 with offsets", 2, 8, 512)
+    wrong = {
+        "share a unit": counted.replace(scales=counted.scales.replace(scales=jnp.zeros((8, 4), jnp.float16))),
+        "count units in float16": counted.replace(scales=counted.scales.replace(scales=jnp.zeros((8, 2)))),
+        "are not as the scales": counted.replace(offsets=jnp.zeros((8, 16))),
+        "scales have another type": counted.replace(values=counted.values.astype(jnp.float8_e4m3fn)),
+    }
+    for message, weight in wrong.items():
+        assert not native.has_kernel(weight)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(product(normal(1, 2, 512), weight))
 
 
 @pytest.mark.parametrize("layer", [-1, 3, 2**30])
@@ -188,6 +209,33 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
     weight = jax.device_put(QuantisedWeight(values, normal(seed, outputs, groups)))
     x = normal(seed + 1, rows, inputs)
     check_product(product(x, weight), x, wide(weight))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(COUNTED),
+    st.sampled_from([2, 16, 32, 48, 64]),
+    st.integers(1, 5),
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.integers(0, 99),
+)
+@example("counted by 8 uint4 with offsets", 32, 3, 26, 1, 0)  # Q4_K, whose last rows do not fill a tile
+@example("counted by 16 int8", 16, 7, 14, 8, 0)  # Q6_K
+@example("counted by 8 int8 with offsets", 32, 5, 14, 90, 0)
+@example("counted by 16 uint4 with offsets", 16, 4, 30, 130, 0)
+@example("counted by 16 uint4", 16, 1, 30, 2, 0)  # Q3_K
+def test_scales_that_count_units_are_numpys(kind: str, size: int, units: int, outputs: int, rows: int, seed: int):
+    """And a product has the bits of that with the same scales in float32."""
+    inputs = units * size * (16 if "16" in kind else 8)
+    x, weight = normal(seed, rows, inputs), make_weight(kind, seed, outputs, inputs, size=size)
+    found = product(x, weight)
+    check_product(found, x, wide(weight))
+    plain = {part: jnp.float32(wide(leaf)) for part in ("scales", "offsets") if (leaf := getattr(weight, part))}
+    np.testing.assert_array_equal(found, product(x, weight.replace(**plain)))
+    np.testing.assert_array_equal(
+        jax.jit(native.widen)(weight, jnp.zeros(1)), jax.jit(native.widen)(weight.replace(**plain), jnp.zeros(1))
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -272,9 +320,10 @@ def test_weights_are_widened_to_the_last_bit_but_one(kind: str):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COUNTED])
 def test_products_of_chosen_experts_are_numpys(kind: str):
-    x, stack = normal(3, 11, 64), make_weight(kind, 5, 6, 30, 64)
+    width = 512 if kind in COUNTED else 64
+    x, stack = normal(3, 11, width), make_weight(kind, 5, 6, 30, width)
     ids = np.array([4, 0, 4, 2, 2, 2, 0, 4, 4, 4, 3], np.int32)
     found, weights = expert_product(x, ids, stack), wide(stack)
     for row, own in enumerate(ids):

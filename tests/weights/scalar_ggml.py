@@ -58,6 +58,43 @@ def _q6_k(block: bytes) -> list[float]:
     return numbers
 
 
+def _q2_k(block: bytes) -> list[float]:
+    numbers = []
+    for at in range(SUPER):
+        group, half, part = at // 16, at // 128, at % 128 // 32
+        q = block[16 + 32 * half + at % 32] >> 2 * part & 3
+        numbers.append(_half(block, 80) * (block[group] & 15) * q - _half(block, 82) * (block[group] >> 4))
+    return numbers
+
+
+def _q3_k(block: bytes) -> list[float]:
+    packed, numbers = block[96:108], []
+    for at in range(SUPER):
+        group, half, part = at // 16, at // 128, at % 128 // 32
+        low = packed[group % 8] >> (4 if group >= 8 else 0) & 15
+        scale = (low | (packed[8 + group % 4] >> 2 * (group // 4) & 3) << 4) - 32
+        q = block[32 + 32 * half + at % 32] >> 2 * part & 3
+        if not block[at % 32] >> (at // 32) & 1:
+            q -= 4
+        numbers.append(_half(block, 108) * scale * q)
+    return numbers
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # `kvalues_iq4nl`
+
+
+def _iq4_nl(block: bytes) -> list[float]:
+    return [_half(block, 0) * _IQ4[q] for q in _nibbles(block[2:18])]
+
+
+def _iq4_xs(block: bytes) -> list[float]:
+    high, numbers = struct.unpack_from("<H", block, 2)[0], []
+    for group in range(8):
+        scale = (block[4 + group // 2] >> 4 * (group % 2) & 15 | (high >> 2 * group & 3) << 4) - 32
+        numbers += [_half(block, 0) * scale * _IQ4[q] for q in _nibbles(block[8 + 16 * group : 24 + 16 * group])]
+    return numbers
+
+
 def _mxfp4(block: bytes) -> list[float]:
     sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     return [2.0 ** (block[0] - 127) * (-sizes[q - 8] if q > 7 else sizes[q]) for q in _nibbles(block[1:17])]
@@ -89,9 +126,13 @@ FORMATS: dict[str, tuple[int, int, tuple[int, ...], Callable[[bytes], list[float
     "Q4_1": (BLOCK, 20, (0, 2), _q4_1),
     "Q5_0": (BLOCK, 22, (0,), _q5_0),
     "Q5_1": (BLOCK, 24, (0, 2), _q5_1),
+    "Q2_K": (SUPER, 84, (80, 82), _q2_k),
+    "Q3_K": (SUPER, 110, (108,), _q3_k),
     "Q4_K": (SUPER, 144, (0, 2), _q4_k),
     "Q5_K": (SUPER, 176, (0, 2), _q5_k),
     "Q6_K": (SUPER, 210, (208,), _q6_k),
+    "IQ4_NL": (BLOCK, 18, (0,), _iq4_nl),
+    "IQ4_XS": (SUPER, 136, (0,), _iq4_xs),
     "MXFP4": (BLOCK, 17, (), _mxfp4),
 }
 

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 import ferrum_jax
@@ -18,7 +19,7 @@ from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFound
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops import rope
-from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.gguf import DEQUANTISED, GgufSource
 from tests import tiny
 from tests.long import SEED
 from tests.weights import scalar_ggml
@@ -200,6 +201,17 @@ def test_every_quantised_type_is_read_as_its_format_says(kind: str, tmp_path: Pa
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * float(np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("kind", DEQUANTISED)
+def test_other_types_are_read_as_the_package_gguf_reads_them_and_never_kept(kind: str, tmp_path: Path):
+    shape, own = (256, 512), GGMLQuantizationType[kind]
+    size, num_bytes = GGML_QUANT_SIZES[own]
+    data = np.random.default_rng(4).integers(0, 60, (shape[0], shape[1] // size * num_bytes)).astype(np.uint8)
+    path = write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw={QUANTISED: (data, own)})
+    for wish in ("none", "keep"):
+        params, _ = ferrum_jax.load_params(path, dtype="float32", quantize=wish)
+        np.testing.assert_array_equal(named_leaves(params)[QUANTISED], dequantize(data, own).reshape(shape))
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_every_plain_type_is_read_exactly(kind: str, tmp_path: Path):
     narrow = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}[kind]
@@ -214,11 +226,11 @@ def test_every_plain_type_is_read_exactly(kind: str, tmp_path: Path):
 
 
 def test_a_type_that_is_not_supported_is_refused_by_name(tmp_path: Path):
-    data = np.zeros((256, 512 // 256 * 84), np.uint8)
-    raw = {QUANTISED: (data, GGMLQuantizationType.Q2_K)}
+    data = np.zeros((256, 512 // 256 * 292), np.uint8)
+    raw = {QUANTISED: (data, GGMLQuantizationType.Q8_K)}
     message = refuse(write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw), UnsupportedError)
     assert "blk.0.ffn_down.weight" in message
-    assert "Q2_K" in message
+    assert "Q8_K" in message
 
 
 def test_an_architecture_that_is_not_supported_is_refused_by_name(tmp_path: Path):

@@ -15,13 +15,14 @@ import ctypes
 import functools
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
-from ferrum_jax.ops.quantised import FLOAT4, LARGEST, PACKED, QuantisedWeight, is_packed, values_dtype
+from ferrum_jax.ops.quantised import FLOAT4, LARGEST, PACKED, UINT4, QuantisedWeight, is_packed, values_dtype
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
@@ -30,6 +31,7 @@ MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
 MOST_BEST = 64  # largest numbers of a row that `best` finds: it inserts each into a sorted list
+RUNS = 8, 16  # scales that share one of their own, as in handlers.cpp
 SPAN = 256  # positions that are computed together for a row of one token
 TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_choose"
 TARGETS += "ferrum_logsumexp", "ferrum_best"
@@ -97,17 +99,29 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         return weight.dtype.name in FLOATS
     if weight.scales is None:
         return weight.values.dtype.name in FLOATS
-    values, scales, offsets = values_dtype(weight), weight.scales.dtype, weight.offsets
-    columns, groups = weight.shape[-1], weight.scales.shape[-1]
-    if values == FLOAT4:
-        is_scaled = offsets is None
-    else:
-        is_scaled = scales.name in FLOATS and (offsets is None or offsets.dtype in (scales, jnp.float32))
+    values, columns, groups = values_dtype(weight), weight.shape[-1], weight.scales.shape[-1]
     return (
-        is_scaled
+        _has_kernel_for_scales(values, weight.scales, weight.offsets)
         and values in (*LARGEST, *PACKED)
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0
+    )
+
+
+def _has_kernel_for_scales(values: str, scales: Any, offsets: Any) -> bool:
+    if values == FLOAT4:
+        return offsets is None
+    if not isinstance(scales, QuantisedWeight):
+        if isinstance(offsets, QuantisedWeight):
+            return False
+        return scales.dtype.name in FLOATS and (offsets is None or offsets.dtype in (scales.dtype, jnp.float32))
+    run = scales.shape[-1] // scales.scales.shape[-1]
+    same = [part for part in (scales, offsets) if part is not None]
+    return (
+        values in ("int8", UINT4)
+        and run in RUNS
+        and all(isinstance(part, QuantisedWeight) and part.scales.dtype == jnp.float16 for part in same)
+        and all(part.scales.shape == scales.scales.shape for part in same)
     )
 
 

@@ -73,6 +73,18 @@ bool kind_of_pool(ffi::DataType type, Kind* kind) {
   return kind_of(type, kind) && (is_float(*kind) || *kind == Kind::kFloat8);
 }
 
+// Fills in the units of scales or offsets of kInt8, of which there are as many for both.
+const char* describe_units(const ffi::RemainingArgs& parts, size_t at, int64_t count, Linear* a, const void** units) {
+  auto found = parts.get<ffi::Buffer<ffi::F16>>(at);
+  if (!found.has_value()) return "scales in bytes count units in float16";
+  const int64_t own = found->dimensions()[found->dimensions().size() - 1];
+  a->run = a->groups == 8 * own ? 3 : 4;
+  if (own < 1 || a->groups != own << a->run || int64_t(found->element_count()) != count * a->outputs * own)
+    return "eight or sixteen groups share a unit";
+  *units = found->untyped_data();
+  return nullptr;
+}
+
 // Fills in what a product's weight is: values, scales and offsets, and how many there are in the stack. Returns what is
 // wrong, or null.
 const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count) {
@@ -92,24 +104,28 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (is_packed(a->kind) && a->scale_kind == Kind::kUint4) {  // values with scales in bytes are floats
     a->kind = Kind::kFloat4;
     a->scale_kind = Kind::kPower;
-  } else if (!is_float(a->scale_kind)) {
+  } else if (!is_float(a->scale_kind) && (a->scale_kind != Kind::kInt8 || a->kind == Kind::kFloat8)) {
     return "scales have another type";
   }
   a->scales = scales->untyped_data();
   a->groups = scales->dimensions()[scales->dimensions().size() - 1];
   const auto is_of_groups = [&](const auto& of) { return int64_t(of.element_count()) == *count * a->outputs * a->groups; };
+  size_t next = 2;
+  if (a->scale_kind == Kind::kInt8)
+    if (const char* problem = describe_units(parts, next++, *count, a, &a->scale_units)) return problem;
   if (!is_of_groups(*scales)) return "each group of each weight has a scale";
   if (a->groups < 1 || a->inputs % a->groups || (is_packed(a->kind) && a->inputs / a->groups % 2))
     return "the groups do not divide the inputs";
   if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
-  if (parts.size() < 3) return nullptr;
-  auto offsets = parts.get<ffi::AnyBuffer>(2);
+  if (parts.size() <= next) return nullptr;
+  auto offsets = parts.get<ffi::AnyBuffer>(next++);
   if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
   if (!is_of_groups(*offsets)) return "each group of each weight has an offset";
   if (a->kind == Kind::kFloat4) return "floats of four bits have no offsets";
-  if (a->offset_kind != a->scale_kind && a->offset_kind != Kind::kFloat32) return "offsets are not as the scales";
+  const bool is_other = a->scale_kind == Kind::kInt8 || a->offset_kind != Kind::kFloat32;
+  if (a->offset_kind != a->scale_kind && is_other) return "offsets are not as the scales";
   a->offsets = offsets->untyped_data();
-  return nullptr;
+  return a->scale_kind == Kind::kInt8 ? describe_units(parts, next, *count, a, &a->offset_units) : nullptr;
 }
 
 int64_t size_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : is_float(kind) ? 2 : 1; }
@@ -123,6 +139,8 @@ Linear take(const Linear& stack, int64_t at) {
   a.weight = ahead(a.weight, is_packed(a.kind) ? numbers / 2 : numbers * size_of(a.kind));
   a.scales = ahead(a.scales, groups * size_of(a.scale_kind));
   a.offsets = ahead(a.offsets, groups * size_of(a.offset_kind));
+  a.scale_units = ahead(a.scale_units, (groups >> a.run) * 2);
+  a.offset_units = ahead(a.offset_units, (groups >> a.run) * 2);
   return a;
 }
 

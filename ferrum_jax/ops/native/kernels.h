@@ -14,6 +14,9 @@ struct Linear {
   const void* weight;     // [N, K]; 4 bits: [N, K / 2], byte i of a group has its column i low, i + half of it high
   const void* scales;     // [N, groups], or null
   const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8 of kUint4 means 0
+  const void* scale_units;   // float16 [N, groups >> run]: scales of kInt8 count these; else null
+  const void* offset_units;  // the same of offsets
+  int64_t run;               // log2 of the groups that share a unit
   Kind kind, scale_kind, offset_kind;
   int64_t rows, inputs, outputs, groups;
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call

@@ -179,6 +179,12 @@ FERRUM_APART void multiply_rows(const Linear& a, const W* weight, int64_t row, i
   }
 }
 
+// R rows of the weight in float32 with B rows of x. Within a larger function the compiler keeps sums and addresses in memory.
+template <int R, int B>
+[[gnu::noinline]] void meet_strip(const float* const* x, const Strip<float>& strip, int64_t n, float* const* y) {
+  multiply<R, B>(x, 0, strip, n, y, kNothing);
+}
+
 // Many rows of x: a block of them stays in the second cache while strips of R rows of the weight pass, and a strip in the
 // first while the block does (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication"). Rows that
 // are too long for that go in parts of `part` inputs. `near(n, rows, from, count)` is a part of a strip in float32, of
@@ -208,15 +214,15 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
         };
         for (; made == R && row + 4 <= rows; row += 4) {
           fetch_to(lines * (row + 4) / rows);
-          multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing);
+          meet_strip<R, 4>(x + row, strip, n, y + row);
         }
         if (made == R) {
           fetch_to(lines);
           if (row < rows)
-            by_size<3>(rows - row, [&](auto rest) { multiply<R, rest.value>(x + row, 0, strip, n, y + row, kNothing); });
+            by_size<3>(rows - row, [&](auto rest) { meet_strip<R, rest.value>(x + row, strip, n, y + row); });
           row = rows;
         }
-        for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing);
+        for (; row < rows; row++) meet_strip<1, 1>(x + row, strip, n, y + row);
       }
     }
 }
@@ -357,23 +363,50 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 }
 
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
-// is to know it (0: it does not). Integers of four bits without offsets have one of -8 scales.
+// is to know it (0: it does not). Scales and offsets of int8 count the units of their runs. Integers of four bits without offsets have one of -8 scales.
 template <class V, class S, class O, int kSize> struct Quantised {
   static constexpr bool kIsPacked = std::is_same_v<V, Nibbles> || std::is_same_v<V, Float4>;
   static constexpr bool kHasNibbles = std::is_same_v<V, Nibbles>;
   const V* values;
   const S* scales;
   const O* offsets;
-  int64_t inputs, groups, any_size;
+  const Float16 *scale_units, *offset_units;
+  int64_t inputs, groups, any_size, run;
 
   explicit Quantised(const Linear& a)
       : values(static_cast<const V*>(a.weight)), scales(static_cast<const S*>(a.scales)),
-        offsets(static_cast<const O*>(a.offsets)), inputs(a.inputs), groups(a.groups), any_size(a.inputs / a.groups) {}
+        offsets(static_cast<const O*>(a.offsets)), scale_units(static_cast<const Float16*>(a.scale_units)),
+        offset_units(static_cast<const Float16*>(a.offset_units)), inputs(a.inputs), groups(a.groups),
+        any_size(a.inputs / a.groups), run(a.run) {}
   int64_t size() const { return kSize ? kSize : any_size; }
   const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size()) / (kIsPacked ? 2 : 1); }
-  float scale(int64_t n, int64_t g) const { return widen(scales[n * groups + g]); }
-  float offset(int64_t n, int64_t g, float scale) const {
-    return offsets ? widen(offsets[n * groups + g]) : kHasNibbles ? -8.0f * scale : 0.0f;
+  bool has_offsets() const { return offsets || kHasNibbles; }
+  // The scales of `count` groups from group g of row n on, in float32, and their offsets if there are any.
+  void widen_scales(int64_t n, int64_t g, int64_t count, float* to, float* its_offsets) const {
+    widen_some(scales, scale_units, n * groups + g, count, to);
+    if (offsets) widen_some(offsets, offset_units, n * groups + g, count, its_offsets);
+    else if (kHasNibbles) for (int64_t i = 0; i < count; i++) its_offsets[i] = -8.0f * to[i];
+  }
+  void fetch_scales(int64_t n, int64_t rows) const {
+    fetch_all(scales + n * groups, rows * groups);
+    if (offsets) fetch_all(offsets + n * groups, rows * groups);
+    if (scale_units) fetch_all(scale_units + (n * groups >> run), rows * groups >> run);
+    if (offset_units) fetch_all(offset_units + (n * groups >> run), rows * groups >> run);
+  }
+
+ private:
+  template <class T> void widen_some(const T* from, const Float16* units, int64_t first, int64_t count, float* to) const {
+    if constexpr (!std::is_same_v<T, int8_t>) return widen_numbers(from + first, count, to);
+    for (int64_t at = 0, end; at < count;) {  // what a vector of units counts
+      const int64_t skipped = (first + at) & ((1 << run) - 1), unit = (first + at) >> run;
+      end = least(count, at + (kLanes << run) - skipped);
+      const int64_t used = ((first + end - 1) >> run) - unit + 1;
+      const Vector numbers = used < kLanes ? load_first(units + unit, used) : load(units + unit);
+      Integers lanes = lanes_from(skipped);
+      for (; at + kLanes <= end; at += kLanes, lanes += kLanes)
+        store(to + at, load(from + first + at) * lanes_of(numbers, lanes >> int32_t(run)));
+      for (; at < end; at++) to[at] = widen(from[first + at]) * widen(units[(first + at) >> run]);
+    }
   }
 };
 
@@ -385,12 +418,14 @@ inline float dot(const float* a, const float* b, int64_t count) {
   return total(sum);
 }
 
-// Widens a part of one row, of whole groups if it is packed: value * scale + offset. Whole groups have a loop of their own,
-// whose length the compiler knows.
+// Widens a part of one row, of whole groups if it is packed: value * scale + offset, `scales` and `offsets` being those of
+// its groups. Whole groups have a loop of their own, whose length the compiler knows.
 template <class V, class S, class O, int kSize>
-void widen_bytes(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+void widen_bytes(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, const float* scales,
+                 const float* offsets, float* to) {
+  const int64_t begin = from / w.size();
   const auto widen_some = [&](int64_t g, int64_t inside, int64_t some) {
-    const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
+    const float scale = scales[g - begin], offset = w.has_offsets() ? offsets[g - begin] : 0.0f;
     const V* p = w.at(n, g) + inside;
     int64_t k = 0;
     for (; k + kLanes <= some; k += kLanes) store(to + k, load(p + k) * scale + offset);
@@ -398,18 +433,25 @@ void widen_bytes(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, in
     to += some;
   };
   const int64_t last = from + count;
-  int64_t g = from / w.size();
+  int64_t g = begin;
   if (const int64_t inside = from % w.size()) widen_some(g++, inside, least(w.size() - inside, count));
   for (; (g + 1) * w.size() <= last; g++) widen_some(g, 0, w.size());
   if (g * w.size() < last) widen_some(g, 0, last - g * w.size());
 }
 template <class V, class S, class O, int kSize>
-void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
-  const int64_t half = w.size() / 2;
-  for (int64_t g = from / w.size(); g < (from + count) / w.size(); g++, to += w.size()) {
-    const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
+void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, const float* scales,
+                  const float* offsets, float* to) {
+  const int64_t half = w.size() / 2, begin = from / w.size();
+  for (int64_t g = begin; g < (from + count) / w.size(); g++, to += w.size()) {
+    const float scale = scales[g - begin], offset = w.has_offsets() ? offsets[g - begin] : 0.0f;
     const V* p = w.at(n, g);
     int64_t k = 0;
+#if defined(__AVX512F__)
+    if (w.size() == kLanes) {
+      store(to, load_both(p) * scale + offset);
+      continue;
+    }
+#endif
     for (; k + kLanes <= half; k += kLanes) {
       Vector low, high;
       load(p + k, &low, &high);
@@ -425,8 +467,14 @@ void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, i
 
 template <class V, class S, class O, int kSize>
 void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
-  if constexpr (!Quantised<V, S, O, kSize>::kIsPacked) return widen_bytes(w, n, from, count, to);
-  else widen_packed(w, n, from, count, to);
+  alignas(64) float scales[kMostPart], offsets[kMostPart];
+  for (int64_t end = from + count, some; from < end; from += some, to += some) {  // of some groups
+    const int64_t begin = from / w.size();
+    some = least(end, (begin + kMostPart) * w.size()) - from;
+    w.widen_scales(n, begin, (from + some + w.size() - 1) / w.size() - begin, scales, offsets);
+    if constexpr (Quantised<V, S, O, kSize>::kIsPacked) widen_packed(w, n, from, some, scales, offsets, to);
+    else widen_bytes(w, n, from, some, scales, offsets, to);
+  }
 }
 
 // Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
@@ -449,7 +497,7 @@ struct Few {
 template <class V, class S, class O, int kSize> bool can_prepare(const Quantised<V, S, O, kSize>& w) {
   const int64_t bytes = w.size() / 2;
   if (!w.kIsPacked) return w.size() % kLanes == 0 && w.size() >= kLeastGroup;
-  return bytes % kStepBytes == 0 || (kStepBytes % bytes == 0 && w.size() % 32 == 0);
+  return bytes % kStepBytes == 0 || (kStepBytes % bytes == 0 && w.size() % 16 == 0);
 }
 // Numbers of a row of x in whole steps.
 template <class V, class S, class O, int kSize> int64_t prepared_inputs(const Quantised<V, S, O, kSize>& w) {
@@ -557,16 +605,16 @@ inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, cons
 }
 
 // Rows of a quantised weight that meet B rows of x together.
-template <bool kIsPacked, int B> constexpr int rows_beside() {
+template <bool kIsPacked, int kSize, int B> constexpr int rows_beside() {
   if (kIsPacked && (B == 1 || kManyRegisters)) return 4;
+  if (B == 1 && kSize == 16) return 2;  // its sums wait for each other
   return B == 1 ? 1 : B == 2 ? 3 : kManyRegisters ? 2 : 1;
 }
 
 // Outputs n to n + count of B rows; at most a tile. Within the caller the compiler keeps sums in memory.
 template <int B, class V, class S, class O, int kSize>
 [[gnu::noinline]] void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
-  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, B>();
-  const bool has_offsets = w.offsets || w.kHasNibbles;
+  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, kSize, B>();
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
 #pragma GCC unroll 4
@@ -582,7 +630,7 @@ template <int B, class V, class S, class O, int kSize>
     }
     for (int64_t r = 0; r < made; r++, i++)
       for (int b = 0; b < B; b++) {
-        const float rest = has_offsets ? dot(a.offsets + i * w.groups, a.sums + (row + b) * w.groups, w.groups) : 0.0f;
+        const float rest = w.has_offsets() ? dot(a.offsets + i * w.groups, a.sums + (row + b) * w.groups, w.groups) : 0.0f;
         a.y[row + b][n + i] = total(sums[r][b]) + rest;
       }
   }
@@ -605,11 +653,8 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first
     const Few few{x, sums, a.y + begin, scales, offsets};
     for (int64_t n = first; n < last; n += kTile) {
       const int64_t count = least(kTile, last - n);
-      fetch_all(w.scales + (n + kTile) * w.groups, kTile * w.groups);
-      if (w.offsets) fetch_all(w.offsets + (n + kTile) * w.groups, kTile * w.groups);
-      widen_numbers(w.scales + n * w.groups, count * w.groups, scales);
-      if (w.offsets) widen_numbers(w.offsets + n * w.groups, count * w.groups, offsets);
-      else if (w.kHasNibbles) for (int64_t i = 0; i < count * w.groups; i++) offsets[i] = -8.0f * scales[i];
+      w.fetch_scales(n + kTile, kTile);
+      w.widen_scales(n, 0, count * w.groups, scales, offsets);
       int64_t row = 0;
       for (; row + 4 <= rows; row += kTogether) few_outputs<kTogether>(w, few, row, n, count);
       if (row < rows) by_size<3>(rows - row, [&](auto rest) { few_outputs<rest.value>(w, few, row, n, count); });
@@ -625,10 +670,7 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
   const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
-    if (from == 0) {
-      fetch_all(w.scales + (n + rows) * w.groups, rows * w.groups);
-      if (w.offsets) fetch_all(w.offsets + (n + rows) * w.groups, rows * w.groups);
-    }
+    if (from == 0) w.fetch_scales(n + rows, rows);
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
     return Strip<float>{wide, part, count, from == 0};
   };
@@ -644,8 +686,11 @@ template <class V, class F> void by_scales(const Linear& a, const F& f) {
   const Float16* half = nullptr;
   const float* single = nullptr;
   const Power* power = nullptr;
+  const int8_t* counted = nullptr;  // in units
   if constexpr (std::is_same_v<V, Float4>) return f(power, single);
-  else switch (a.scale_kind) {
+  if constexpr (std::is_same_v<V, int8_t> || std::is_same_v<V, Nibbles>)
+    if (a.scale_kind == Kind::kInt8) return f(counted, counted);
+  if constexpr (!std::is_same_v<V, Float4>) switch (a.scale_kind) {
     case Kind::kBFloat16: return same ? f(brain, brain) : f(brain, single);
     case Kind::kFloat16: return same ? f(half, half) : f(half, single);
     default: return f(single, single);
@@ -655,6 +700,8 @@ template <class V> void quantised_by_scales(const Linear& a, int64_t first, int6
   by_scales<V>(a, [&](auto* s, auto* o) {
     using S = std::decay_t<decltype(*s)>;
     using O = std::decay_t<decltype(*o)>;
+    if constexpr (std::is_same_v<S, int8_t> && !Quantised<V, S, O, 0>::kIsPacked)
+      if (a.inputs == 16 * a.groups) return quantised<V, S, O, 16>(a, first, last);
     a.inputs == 32 * a.groups ? quantised<V, S, O, 32>(a, first, last) : quantised<V, S, O, 0>(a, first, last);
   });
 }

@@ -251,6 +251,31 @@ inline Vector spread(const float* p, int64_t count, int64_t width) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// The numbers of eight bytes: first those in the low bits, then those in the high ones.
+inline Integers both_of(const void* p) {
+  int64_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  const __m512i shifts = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
+  return (Integers)_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_set1_epi64x(bytes)), shifts);
+}
+inline Vector load_both(const Nibbles* p) { return __builtin_convertvector(both_of(p) & 15, Vector); }
+inline Vector load_both(const Float4* p) { return lowest_float4(both_of(p)); }
+#endif
+
+// Of each lane the lane of v that `from` names.
+inline Vector lanes_of(Vector v, Integers from) {
+#if defined(__AVX512F__)
+  return _mm512_permutexvar_ps((__m512i)from, v);
+#elif defined(__AVX2__)
+  return _mm256_permutevar8x32_ps(v, (__m256i)from);
+#else
+  Vector found;
+  for (int i = 0; i < kLanes; i++) found[i] = v[from[i] % kLanes];
+  return found;
+#endif
+}
+
 // The first n numbers at p, then zeros; and the first n of v to p.
 template <class T> inline Vector load_first(const T* p, int64_t n) {
   T padded[kLanes] = {};
