@@ -42,6 +42,15 @@ def _library() -> tuple[Any, Any]:
     return lib, silence
 
 
+def quantise_file(source: Path, target: Path, file_type: str) -> None:
+    """Quantises a GGUF file to one of llama.cpp's file types, such as Q4_K_M."""
+    lib, _ = _library()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{file_type}"), os.cpu_count() or 1
+    if code := lib.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params)):
+        raise RuntimeError(f"llama_model_quantize to {file_type} gave {code}")
+
+
 def _has_amx() -> bool:
     """Whether the processor has AMX; llama.cpp 0.3.36 crashes in its own use of it, with quantised weights."""
     path = Path("/proc/cpuinfo")

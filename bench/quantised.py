@@ -12,6 +12,7 @@ in another order, llama.cpp by its activations of 8 bits.
 
 import argparse
 import importlib.util
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,15 +21,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import card, models
+from bench import card, gguf_copy, models
 from bench.agreement import AGREEMENT, OURS, check_logits
 from bench.floor import Work, decode_work, prefill_work
-from bench.llama_cpp_peer import LlamaCppPeer
+from bench.llama_cpp_peer import LlamaCppPeer, quantise_file
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import TOKEN, Subject
 from bench.peers import NEEDS
 from bench.timing import Contestant, alternate
-from ferrum_jax.config import EngineConfig
+from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.loading import load_params
 from ferrum_jax.models import quantise
@@ -51,6 +52,13 @@ BLOCK_TOKENS = 64  # of a query block
 def main() -> None:
     """Times all in turn and prints the table and the JSON line."""
     found = card.options(__doc__, more=_choose_weights)
+    with tempfile.TemporaryDirectory() as folder:
+        if found.file_type is not None:
+            found.model = str(_write_random(found.model, found.file_type, Path(folder)))
+        _compare(found)
+
+
+def _compare(found: argparse.Namespace) -> None:
     context, lengths = (SMOKE_CONTEXT, SMOKE_PROMPTS) if found.smoke else (CONTEXT, PROMPTS)
     plain = models.read(found)
     probes = make_probes(plain.dtype, smoke=found.smoke)
@@ -83,6 +91,22 @@ def main() -> None:
 def _choose_weights(reader: argparse.ArgumentParser) -> None:
     known = (*KEPT, KEEP)
     reader.add_argument("--weights", nargs="+", choices=known, default=known, help="ways to keep them [all]")
+    reader.add_argument(
+        "--file-type",
+        help="such as Q4_K_M: measure a file of this type, made by llama.cpp from --model's random weights",
+    )
+
+
+def _write_random(model: str, file_type: str, folder: Path) -> Path:
+    """Writes a model with random weights as a GGUF file; its RoPE is not scaled, as the writer knows no scaling."""
+    if model not in CONFIGURATIONS:
+        raise SystemExit(f"--file-type takes a --model with random weights, {', '.join(CONFIGURATIONS)}, not {model}")
+    cfg = replace(ModelConfig.from_hf(CONFIGURATIONS[model]), rope_scaling=None)
+    gguf_copy.write(models.random(model, cfg, "float32"), folder / "full.gguf")
+    path = folder / f"{model}.{file_type}.gguf"
+    quantise_file(folder / "full.gguf", path, file_type)
+    (folder / "full.gguf").unlink()
+    return path
 
 
 def _as_stored(found: argparse.Namespace, plain: Subject) -> dict[str, Subject]:

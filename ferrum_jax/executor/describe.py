@@ -18,7 +18,7 @@ from ferrum_jax.models.layout import layout_of
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.ops import native
-from ferrum_jax.ops.quantised import FLOAT4, UINT4, activation_dtype, is_quantised, values_dtype
+from ferrum_jax.ops.quantised import FLOAT4, UINT4, UINT5, UINT6, activation_dtype, is_quantised, values_dtype
 from ferrum_jax.sharding.devices import JaxDevice
 
 _DTYPES = {
@@ -29,6 +29,8 @@ _DTYPES = {
     "float8_e4m3fn": DataType.FP8,
     UINT4: DataType.INT4,
     FLOAT4: DataType.INT4,  # the contract has no floats of four bits
+    UINT5: DataType.INT8,  # and no integers of five and six
+    UINT6: DataType.INT8,
 }
 
 

@@ -145,7 +145,7 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
     """Says what is wrong with the parts of a quantised weight."""
     if len(spec.shape) - ("expert" in spec.axes) - ("layer" in spec.axes) < 2:
         return [f"{name} is quantised, which only matrices can be"]
-    dtype, scales = weight.values.dtype.name, weight.scales
+    dtype, scales, high = weight.values.dtype.name, weight.scales, weight.high
     parts: dict[str, Any] = {
         part: leaf for part, leaf in (("scales", scales), ("offsets", weight.offsets)) if leaf is not None
     }
@@ -155,6 +155,12 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
         return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in parts]
     if scales is None:
         return [f"{name}.scales is missing, which values in {dtype} need"]
+    if high is not None:
+        columns = weight.shape[-1]
+        shapes = [(*weight.shape[:-1], columns * more // 8) for more in (1, 2)]
+        if dtype != "uint8" or high.dtype != jnp.uint8 or high.shape not in shapes:
+            expected = f"uint8 {' or '.join(str(list(shape)) for shape in shapes)} beside values in uint8"
+            return [f"{name}.high is {high.dtype}{list(high.shape)}, expected {expected}"]
     if (is_float4 := values_dtype(weight) == FLOAT4) and weight.offsets is not None:
         return [f"{name}.offsets is unknown, as values in {FLOAT4} have none"]
     inner = [_problem_of_inner(f"{name}.{part}", leaf, dtype) for part, leaf in parts.items() if is_quantised(leaf)]
@@ -166,9 +172,10 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
         if not is_quantised(leaf) and leaf.dtype.name not in DTYPES and not is_float4
     ]
     *rows, columns = weight.shape
-    groups, evenly = scales.shape[-1] if scales.shape else 0, 2 if is_packed(weight) else 1
+    groups = scales.shape[-1] if scales.shape else 0
+    evenly = 8 if high is not None else 2 if is_packed(weight) else 1
     if scales.shape != (*rows, groups) or not groups or columns % (groups * evenly):
-        kind = "groups of an even size" if is_packed(weight) else "groups"
+        kind = {8: "groups of a multiple of eight", 2: "groups of an even size", 1: "groups"}[evenly]
         expected = f"[{', '.join(map(str, rows))}, G], where G {kind} divide {columns} columns"
         problems.append(f"{name}.scales has shape {list(scales.shape)}, expected {expected}")
     elif weight.offsets is not None and weight.offsets.shape != scales.shape:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec
-from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
+from ferrum_jax.ops.quantised import QuantisedWeight, is_packed, pack, pack_high, unpack_high
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
@@ -190,21 +190,21 @@ def take(array: Any, dim: int, runs: Runs) -> Any:
 # a group, all groups are split first: the same numbers with more scales.
 
 
-def group_size(columns: int, groups: int, split: DimSplit | None, *, packed: bool) -> int:
-    """Returns how many columns share one scale on the mesh.
+def group_size(columns: int, groups: int, split: DimSplit | None, *, unit: int) -> int:
+    """Returns how many columns share one scale on the mesh; `unit` columns share bytes, so that they stay together.
 
     Raises:
-        UnsupportedError: two columns that share a byte would lie on different devices.
+        UnsupportedError: columns that share a byte would lie on different devices.
     """
     size = columns // groups
-    if split is None or (groups == 1 and not packed):
+    if split is None or (groups == 1 and unit == 1):
         return size
     edges = [number for part in split.parts for start, count in part for number in (max(start, 0), count)]
     found = math.gcd(size, *edges)
-    if packed and found % 2:
+    if found % unit:
         raise UnsupportedError(
-            f"weights of four bits in groups of {size} columns cannot be divided: a device's share of {columns} "
-            f"columns is {_length(split.parts[0])}, which must be even; quantize='none' dequantises them"
+            f"packed weights in groups of {size} columns cannot be divided: a device's share of {columns} columns is "
+            f"{_length(split.parts[0])}, {unit} must divide it and a group's size; quantize='none' dequantises them"
         )
     return found
 
@@ -218,12 +218,17 @@ def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
     before = weight.shape[-1] // weight.scales.shape[-1]
     if before == size:
         return weight
-    xp, values = weight.values.__array_namespace__(), weight.values
+    xp, values, high = weight.values.__array_namespace__(), weight.values, weight.high
     if is_packed(weight):
-        low, high = values & np.uint8(15), values >> np.uint8(4)
-        halves = (half.reshape(*weight.scales.shape, -1) for half in (low, high))
-        wide = xp.concatenate(tuple(halves), -1).reshape(*values.shape[:-1], -1, 2, size // 2)
-        values = (wide[..., 0, :] | wide[..., 1, :] << np.uint8(4)).reshape(values.shape)
+        columns, groups = weight.shape[-1], weight.scales.shape[-1]
+        both = values.reshape(*values.shape[:-1], groups, 1, -1)
+        wide = xp.concatenate((both & np.uint8(15), both >> np.uint8(4)), -2)
+        if high is not None:
+            wide = wide | unpack_high(high, groups, columns) << np.uint8(4)
+        wide = wide.reshape(*values.shape[:-1], -1)
+        values = pack(wide, columns // size)
+        if high is not None:
+            high = pack_high(wide, columns // size, 4 + high.shape[-1] * 8 // columns)
 
     def resized(leaf: Any) -> Any:
         if isinstance(leaf, QuantisedWeight):  # with more columns for each of its own scales
@@ -231,7 +236,7 @@ def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
         return xp.repeat(leaf, before // size, axis=-1) if size < before else leaf[..., :: size // before]
 
     offsets = None if weight.offsets is None else resized(weight.offsets)
-    return QuantisedWeight(values=values, scales=resized(weight.scales), offsets=offsets)
+    return QuantisedWeight(values=values, scales=resized(weight.scales), offsets=offsets, high=high)
 
 
 def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> QuantisedWeight[Any]:
@@ -241,7 +246,7 @@ def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> 
     packed, columns, groups = is_packed(weight), weight.shape[-1], weight.scales.shape[-1]
     if groups == 1 and not packed:
         return replace(weight, values=take(weight.values, last, runs))
-    size = group_size(columns, groups, split, packed=packed)
+    size = group_size(columns, groups, split, unit=8 if weight.high is not None else 2 if packed else 1)
     weight = regroup(weight, size)
     of_groups = tuple((start if start == PADDING else start // size, count // size) for start, count in runs)
     bytes_of = _scaled(of_groups, size // 2 if packed else size)
@@ -252,8 +257,10 @@ def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> 
             return _take_columns(leaf, split, of_groups)
         return None if leaf is None else take(leaf, last, of_groups)
 
-    scales, offsets = taken(weight.scales), taken(weight.offsets)
-    return QuantisedWeight(values=take(weight.values, last, bytes_of), scales=scales, offsets=offsets)
+    values, high = take(weight.values, last, bytes_of), None
+    if weight.high is not None:
+        high = take(weight.high, last, _scaled(of_groups, size * weight.high.shape[-1] // columns))
+    return QuantisedWeight(values=values, scales=taken(weight.scales), offsets=taken(weight.offsets), high=high)
 
 
 def _in_groups(split: DimSplit, size: int) -> DimSplit:
@@ -383,7 +390,7 @@ def _quantised_on_mesh(
     if spec.scales is None:
         return QuantisedWeight(values=values)
     groups = spec.scales.shape[-1]
-    size = group_size(columns, groups, split, packed=_packing(spec) == 2)
+    size = group_size(columns, groups, split, unit=8 if spec.high is not None else _packing(spec))
     if _has_one_scale(spec):
         split = None
     if split is None:
@@ -397,8 +404,10 @@ def _quantised_on_mesh(
             return _quantised_on_mesh(kept, columns // size, its_shape, own)
         return replace(kept, shape=its_shape)
 
-    offsets = None if spec.offsets is None else part(spec.offsets)
-    return QuantisedWeight(values=values, scales=part(spec.scales), offsets=offsets)
+    offsets, high = None if spec.offsets is None else part(spec.offsets), None
+    if spec.high is not None:
+        high = replace(spec.high, shape=(*shape[:-1], shape[-1] * spec.high.shape[-1] // columns))
+    return QuantisedWeight(values=values, scales=part(spec.scales), offsets=offsets, high=high)
 
 
 def _has_one_scale(spec: QuantisedWeight[ParamSpec]) -> bool:
@@ -433,5 +442,5 @@ def _partition(spec: Spec | None, axes: Sequence[Any]) -> Any:
     if not isinstance(spec, QuantisedWeight):
         return None if spec is None else PartitionSpec(*axes)
     own = (*axes[:-1], None) if _has_one_scale(spec) else axes
-    scales, offsets = _partition(spec.scales, own), _partition(spec.offsets, own)
-    return QuantisedWeight(values=PartitionSpec(*axes), scales=scales, offsets=offsets)
+    scales, offsets, high = _partition(spec.scales, own), _partition(spec.offsets, own), _partition(spec.high, axes)
+    return QuantisedWeight(values=PartitionSpec(*axes), scales=scales, offsets=offsets, high=high)

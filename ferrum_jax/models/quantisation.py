@@ -21,7 +21,7 @@ from ferrum_jax.ops.quantised import (
     NARROW,
     PACKED,
     POWERS,
-    UINT4,
+    UINTS,
     QuantisedWeight,
     activation_dtype,
     dequantise_weight,
@@ -39,7 +39,7 @@ _dequantise = jax.jit(dequantise_weight, static_argnums=1)
 class Format:
     """How one weight is stored."""
 
-    dtype: str  # of the values; those of four bits are packed two to a byte; 16-bit values have no scales
+    dtype: str  # of the values; those of up to six bits are packed; 16-bit values have no scales
     groups: int = 1  # scales per output channel
     scales: "str | Format" = "float32"  # their dtype; those of four-bit floats are POWERS; or how they are quantised
     offsets: "str | Format | None" = None  # the same; None: no offsets
@@ -59,7 +59,7 @@ class Format:
             if given not in known:
                 raise InvalidParameterError(f"{part} are {given!r}, expected {' or '.join(map(str, known))}")
             return
-        if self.dtype not in ("int8", UINT4) or given.dtype != "int8" or not isinstance(given.scales, str):
+        if self.dtype not in ("int8", *UINTS) or given.dtype != "int8" or not isinstance(given.scales, str):
             raise InvalidParameterError(f"{part} of values in {self.dtype} are quantised as {given}")
         if given.offsets is not None or self.groups % given.groups:
             raise InvalidParameterError(f"{part} of {self.groups} groups are quantised as {given}")
@@ -96,7 +96,7 @@ def choose_formats(
 
 
 def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
-    """Specs of the tree in which the weights named in `formats` are values, scales and offsets.
+    """Specs of the tree in which the weights named in `formats` are quantised.
 
     Scales are sharded like the output channels; with several groups per channel, also like the inputs.
     """
@@ -110,9 +110,11 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 def _quantised_spec(spec: ParamSpec, form: Format) -> QuantisedWeight[ParamSpec]:
     if form.dtype in NARROW:
         return QuantisedWeight(values=replace(spec, dtype=form.dtype))
-    values = replace(spec, dtype=form.dtype)
+    values, high = replace(spec, dtype=form.dtype), None
     if form.dtype in PACKED:
         values = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] // 2))
+    if (more := UINTS.get(form.dtype, 4) - 4) > 0:
+        high = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] * more // 8))
     last = spec.axes[-1] if form.groups > 1 else "group"
 
     def part(kept: str | Format, init: str) -> ParamSpec | QuantisedWeight[ParamSpec]:
@@ -120,7 +122,7 @@ def _quantised_spec(spec: ParamSpec, form: Format) -> QuantisedWeight[ParamSpec]
         return _quantised_spec(own, kept) if isinstance(kept, Format) else replace(own, dtype=kept)
 
     offsets = None if form.offsets is None else part(form.offsets, "zeros")
-    return QuantisedWeight(values=values, scales=part(form.scales, "ones"), offsets=offsets)
+    return QuantisedWeight(values=values, scales=part(form.scales, "ones"), offsets=offsets, high=high)
 
 
 def formats_of(params: ParamTree) -> dict[str, Format]:

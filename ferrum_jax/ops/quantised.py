@@ -6,11 +6,13 @@ blocks: integers times a number for several of them. Symmetric, round to nearest
 Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", section 3. Four-bit values are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds column i of
-the group in its low bits, and column i + half the group's size in its high bits. They are integers or, where scales are
+the group in its low bits, and column i + half the group's size in its high bits; values of five and six bits have the
+others in bytes of their own. They are integers or, where scales are
 bytes, floats: MXFP4, a value of e2m1 times a power of two (OCP Microscaling Formats Specification v1.0, sections 5.3.3
 and 5.4.1).
 """
 
+import functools
 from typing import Any, Generic, TypeVar, cast
 
 import flax.struct
@@ -25,17 +27,20 @@ Leaf = TypeVar("Leaf")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; int8's -128 is not used
 NARROW = ("bfloat16", "float16")  # values that are the numbers themselves, without scales
 UINT4 = "uint4"  # name of four-bit values, packed two to a uint8
+UINT5, UINT6 = "uint5", "uint6"  # names of values of more bits: four of them lie like those of UINT4
+UINTS = {UINT4: 4, UINT5: 5, UINT6: 6}  # number of bits
 FLOAT4 = "float4_e2m1fn"  # name of four-bit floats, packed likewise; their scales are POWERS
-PACKED = (UINT4, FLOAT4)
+PACKED = (*UINTS, FLOAT4)
 POWERS = "uint8"  # dtype of scales that are powers of two: 2 ** (byte - 127), and 0 for 0
-MIDDLE = 8.0  # the four-bit value that means 0 if there are no offsets
 
 
 @flax.struct.dataclass
 class QuantisedWeight(Generic[Leaf]):
     """A matrix `[F, D]`, or a stack of them, as values, scales (unless values have 16 bits) and, if any, offsets.
 
-    A pytree of one to five leaves, which may be mapped, sharded, stacked or sliced along their first axes. It has no
+    Without offsets the middle value of integers of four to six bits, 8, 16 or 32, means 0.
+
+    A pytree of one to six leaves, which may be mapped, sharded, stacked or sliced along their first axes. It has no
     dtype of its own: its values have one, and a product has the dtype of its input.
     """
 
@@ -43,6 +48,9 @@ class QuantisedWeight(Generic[Leaf]):
     # Floating, POWERS or a QuantisedWeight in int8, [..., F, G]: one for D / G columns; G = 1: one scale per channel.
     scales: Any = None
     offsets: Any = None  # floating or a QuantisedWeight in int8, [..., F, G]
+    # Of values of five or six bits the upper ones, uint8 [..., F, D / 8 or D / 4]: a byte or two for four bytes of the
+    # lower ones, the upper bits of their lowest number in the lowest bits.
+    high: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,20 +90,41 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
     return QuantisedWeight(values=values, scales=scales)
 
 
-def pack(values: np.ndarray, groups: int) -> np.ndarray:
-    """Packs four-bit values `[F, D]`, uint8 below 16, two to a byte: `[F, D / 2]`; groups must have an even size."""
-    halves = values.reshape(len(values), groups, 2, -1)
-    return (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(values), -1)
+def pack(values: Any, groups: int) -> Any:
+    """Packs the lower four bits of values `[..., D]`, uint8, two to a byte: `[..., D / 2]`; groups must be even."""
+    both = values.reshape(*values.shape[:-1], groups, 2, -1)
+    return (both[..., 0, :] & np.uint8(15) | both[..., 1, :] << np.uint8(4)).reshape(*values.shape[:-1], -1)
+
+
+def pack_high(values: Any, groups: int, bits: int) -> Any:
+    """Packs the upper bits of values `[..., D]` of five or six bits, uint8; group sizes must be multiples of eight."""
+    more, xp = bits - 4, values.__array_namespace__()
+    upper = (values >> np.uint8(4)).reshape(*values.shape[:-1], groups, 2, -1, 4)
+    upper = xp.moveaxis(upper, -3, -1).reshape(*values.shape[:-1], -1, more, 8 // more)  # by byte of the result
+    parts = (upper[..., at] << np.uint8(more * at) for at in range(8 // more))
+    return functools.reduce(lambda one, other: one | other, parts).reshape(*values.shape[:-1], -1)
+
+
+def unpack_high(high: Any, groups: int, columns: int) -> Any:
+    """Undoes `pack_high`: the upper bits of each value, `[..., G, 2, D / G / 2]`."""
+    more, xp = high.shape[-1] * 8 // columns, high.__array_namespace__()
+    parts = xp.stack([high >> np.uint8(more * at) & np.uint8(2**more - 1) for at in range(8 // more)], axis=-1)
+    return xp.moveaxis(parts.reshape(*high.shape[:-1], groups, -1, 4, 2), -1, -3).reshape(
+        *high.shape[:-1], groups, 2, -1
+    )
 
 
 def halves(weight: QuantisedWeight) -> list[jax.Array]:
-    """Returns the four-bit values in the low and in the high bits, `[..., F, G, D / G / 2]` each, in float32."""
+    """Returns the values of the first and of the second half of each group, `[..., F, G, D / G / 2]`, in float32."""
     assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
     found = packed & jnp.uint8(15), packed >> jnp.uint8(4)
-    if values_dtype(weight) == FLOAT4:
+    if (dtype := values_dtype(weight)) == FLOAT4:
         return [_widen_e2m1(half) for half in found]
-    middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
+    if weight.high is not None:
+        upper = unpack_high(weight.high, weight.scales.shape[-1], weight.shape[-1])
+        found = [half | upper[..., at, :] << jnp.uint8(4) for at, half in enumerate(found)]
+    middle = jnp.float32(2 ** (UINTS[dtype] - 1) if weight.offsets is None else 0)
     return [half.astype(jnp.float32) - middle for half in found]
 
 
@@ -140,10 +169,12 @@ def is_packed(weight: QuantisedWeight) -> bool:
 
 
 def values_dtype(weight: QuantisedWeight) -> str:
-    """Returns the name of the values' type: that of their dtype, UINT4 or FLOAT4."""
+    """Returns the name of the values' type: that of their dtype, or one of `PACKED`."""
     values, scales = cast(Any, weight.values), cast(Any, weight.scales)
     if not is_packed(weight):
         return values.dtype.name
+    if weight.high is not None:
+        return UINT5 if weight.high.shape[-1] * 8 == weight.shape[-1] else UINT6
     is_float = scales is not None and not is_quantised(scales) and scales.dtype == POWERS
     return FLOAT4 if is_float else UINT4
 

@@ -101,8 +101,8 @@ def step_work(
 
 
 def numbers_of(name: str, spec: ParamSpec) -> int:
-    """Numbers that are multiplied: two in each byte of a packed weight, none in scales and offsets."""
-    if not {"scales", "offsets"}.isdisjoint(name.split(".")):
+    """Numbers that are multiplied: two in each byte of a packed weight, none in its other parts."""
+    if not {"scales", "offsets", "high"}.isdisjoint(name.split(".")):
         return 0
     return math.prod(spec.shape) * (2 if spec.dtype == "uint8" else 1)
 

@@ -1,8 +1,8 @@
 """GGUF files: their configuration, and their tensors, dequantised by the `gguf` package or in native quantisation.
 
 The layouts of blocks are those of ggml's `ggml-common.h`. In native quantisation, values of two and three bits are
-stored in four, those of five and six bits in bytes, and those of IQ4 as the bytes that their table has. The scales of a
-block of 256 count a number of the block's own; they stay integers.
+stored in four, and those of IQ4 as the bytes that their table has. The scales of a block of 256 count a number of the
+block's own; they stay integers.
 """
 
 import functools
@@ -21,7 +21,18 @@ from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, Unsuppor
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.ops.quantised import FLOAT4, PACKED, POWERS, UINT4, QuantisedWeight, pack
+from ferrum_jax.ops.quantised import (
+    FLOAT4,
+    PACKED,
+    POWERS,
+    UINT4,
+    UINT5,
+    UINT6,
+    UINTS,
+    QuantisedWeight,
+    pack,
+    pack_high,
+)
 from ferrum_jax.weights.codes import check_powers
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
@@ -230,11 +241,10 @@ def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[n
             scales=np.array(units.reshape(shape[0], -1), np.float16),
         )
 
-    return QuantisedWeight(
-        values=pack(values.astype(np.uint8, copy=False), groups) if found.values in PACKED else values.astype(np.int8),
-        scales=part(scales),
-        offsets=part(offsets),
-    )
+    if found.values not in PACKED:
+        return QuantisedWeight(values=values.astype(np.int8), scales=part(scales), offsets=part(offsets))
+    high = pack_high(values, groups, bits) if (bits := UINTS.get(found.values, 4)) > 4 else None
+    return QuantisedWeight(values=pack(values, groups), scales=part(scales), offsets=part(offsets), high=high)
 
 
 def _half(blocks: Bytes, at: int) -> NDArray[np.float16]:
@@ -288,7 +298,7 @@ def _q6_k(blocks: Bytes) -> Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     high = _quarters(blocks[:, 128:192])
     scales = blocks[:, 192:208].view(np.int8), _half(blocks, 208)
-    return (low | high << np.uint8(4)).astype(np.int8) - 32, scales, None
+    return low | high << np.uint8(4), scales, None
 
 
 def _k_nibbles(data: Bytes) -> Bytes:
@@ -304,7 +314,7 @@ def _k_scales(blocks: Bytes) -> tuple[Counts, Counts]:
 
 
 def _q5_0(blocks: Bytes) -> Parts:
-    return (_nibbles(blocks[:, 6:]) | _fifth(blocks[:, 2:6])).astype(np.int8) - 16, _half(blocks, 0), None
+    return _nibbles(blocks[:, 6:]) | _fifth(blocks[:, 2:6]), _half(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
@@ -323,14 +333,14 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 _KINDS = {
     "Q4_0": _Kind(32, UINT4, "float16", False, 18, lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None)),
     "Q4_1": _Kind(32, UINT4, "float16", True, 20, lambda b: (_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2))),
-    "Q5_0": _Kind(32, "int8", "float16", False, 22, _q5_0),
-    "Q5_1": _Kind(32, "int8", "float16", True, 24, _q5_1),
+    "Q5_0": _Kind(32, UINT5, "float16", False, 22, _q5_0),
+    "Q5_1": _Kind(32, UINT5, "float16", True, 24, _q5_1),
     "Q8_0": _Kind(32, "int8", "float16", False, 34, lambda b: (b[:, 2:].view(np.int8), _half(b, 0), None)),
     "Q2_K": _Kind(16, UINT4, None, True, 84, _q2_k),
     "Q3_K": _Kind(16, UINT4, None, False, 110, _q3_k),
     "Q4_K": _Kind(32, UINT4, None, True, 144, _q4_k),
-    "Q5_K": _Kind(32, "int8", None, True, 176, _q5_k),
-    "Q6_K": _Kind(16, "int8", None, False, 210, _q6_k),
+    "Q5_K": _Kind(32, UINT5, None, True, 176, _q5_k),
+    "Q6_K": _Kind(16, UINT6, None, False, 210, _q6_k),
     "IQ4_NL": _Kind(32, "int8", "float16", False, 18, lambda b: (_IQ4[_nibbles(b[:, 2:])], _half(b, 0), None)),
     "IQ4_XS": _Kind(32, "int8", None, False, 136, _iq4_xs),
     "MXFP4": _Kind(32, FLOAT4, POWERS, False, 17, lambda b: (_nibbles(b[:, 1:]), b[:, :1], None)),

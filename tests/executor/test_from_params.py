@@ -120,10 +120,12 @@ def test_parameters_of_another_model_are_refused(change, message: str, params: P
 ROWS = (CFG.num_attention_heads * CFG.head_dim, CFG.hidden_size)  # of the weight that is changed
 
 
-def quantised(values: str, scales: Any = None, offsets: Any = None, columns: int = ROWS[1]) -> QuantisedWeight:
+def quantised(
+    values: str, scales: Any = None, offsets: Any = None, columns: int = ROWS[1], high: Any = None
+) -> QuantisedWeight:
     """Draws nothing: `scales` and `offsets` are shapes, or arrays."""
     parts = (jnp.ones(part) if isinstance(part, tuple) else part for part in (scales, offsets))
-    return QuantisedWeight(jnp.zeros((ROWS[0], columns), values), *parts)
+    return QuantisedWeight(jnp.zeros((ROWS[0], columns), values), *parts, high=high)
 
 
 def counted(**changed: Any) -> QuantisedWeight:
@@ -149,6 +151,8 @@ def counted(**changed: Any) -> QuantisedWeight:
         (quantised("uint8", jnp.ones((ROWS[0], 2), jnp.uint8), (ROWS[0], 2), ROWS[1] // 2), r"offsets is unknown, as"),
         (quantised("bfloat16", (ROWS[0], 1)), r"scales is unknown, as values in bfloat16 have none"),
         (quantised("int32", (ROWS[0], 1)), r"values are int32, expected int8 or"),
+        (quantised("uint8", (ROWS[0], 1), columns=ROWS[1] // 2, high=jnp.ones(1)), r"weight\.high is float32\[1\], ex"),
+        (quantised("int8", (ROWS[0], 1), high=jnp.ones((ROWS[0], ROWS[1] // 8), jnp.uint8)), r"beside values in uint8"),
         (quantised("float8_e4m3fn", counted()), r"weight\.scales is quantised, which must be to int8, without offsets"),
         (quantised("int8", (ROWS[0], 8), counted(offsets=jnp.ones(1))), r"weight\.offsets is quantised, which must be"),
         (quantised("int8", counted(values=jnp.ones((ROWS[0], 8)))), r"weight\.scales is quantised, which must be to"),

@@ -20,7 +20,7 @@ from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.kernel_use import are_used, kernels
 from ferrum_jax.ops.linear import StackedWeight
 from ferrum_jax.ops.moe import swiglu_experts
-from ferrum_jax.ops.quantised import QuantisedWeight, pack, quantise_weight
+from ferrum_jax.ops.quantised import UINTS, QuantisedWeight, pack, pack_high, quantise_weight
 from tests.ops.paged import LAYER, Case, Filled, fill
 from tests.tiers import by_default
 
@@ -45,32 +45,38 @@ def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
     if kind == "float4":
         values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2)).astype(np.uint8)
         return jax.device_put(QuantisedWeight(values, rng.integers(120, 131, (*shape[:-1], groups)).astype(np.uint8)))
-    scales = (rng.random((*shape[:-1], groups), np.float32) + 0.5).astype(np.float16)
+    high, scales = None, (rng.random((*shape[:-1], groups), np.float32) + 0.5).astype(np.float16)
     offsets = rng.standard_normal(scales.shape).astype(np.float16) if kind.endswith("offsets") else None
     if "int8" in kind:
         values = rng.integers(-127, 128, shape).astype(np.int8)
     elif kind.startswith("float8"):
         values = normal(seed, *shape).astype(ml_dtypes.float8_e4m3fn)
     else:
-        numbers = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1, shape[-1])
-        values = pack(numbers, groups).reshape(*shape[:-1], -1)
+        numbers = rng.integers(0, 2 ** (bits := bits_of(kind)), shape).astype(np.uint8)
+        values, high = pack(numbers, groups), pack_high(numbers, groups, bits) if bits > 4 else None
     if kind.startswith("counted"):  # scales and offsets are integers, eight or sixteen of which count one number
         run = 16 if "16" in kind else 8
         counts = rng.integers(-32, 64, (2, *scales.shape)).astype(np.int8)
         units = (normal(seed, 2, *scales.shape[:-1], groups // run) / 32).astype(np.float16)
         parts = [QuantisedWeight(*both) for both in zip(counts, units, strict=True)]
-        return jax.device_put(QuantisedWeight(values, parts[0], None if offsets is None else parts[1]))
+        return jax.device_put(QuantisedWeight(values, parts[0], None if offsets is None else parts[1], high))
     dtype = np.float32 if kind.startswith("wide") else np.float16
     beside = np.float32 if "wide" in kind else np.float16
     offsets = None if offsets is None else offsets.astype(beside)
-    return jax.device_put(QuantisedWeight(values, scales.astype(dtype), offsets))
+    return jax.device_put(QuantisedWeight(values, scales.astype(dtype), offsets, high))
+
+
+def bits_of(kind: str) -> int:
+    return next((bits for name, bits in UINTS.items() if name in kind), 8)
 
 
 MANY = 64  # rows of a product above which AVX2's are summed in another order
 KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
-KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4", "float8"]
+UPPER = ["uint5", "uint5 with offsets", "uint6", "uint6 with offsets"]  # in groups of multiples of eight
+KINDS += [*UPPER, "wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets", "float4", "float8"]
 COUNTED = ["counted by 16 int8", "counted by 8 int8 with offsets", "counted by 8 uint4 with offsets"]
 COUNTED += ["counted by 16 uint4", "counted by 16 uint4 with offsets"]
+COUNTED += ["counted by 8 uint5 with offsets", "counted by 16 uint6", "counted by 16 uint5 with offsets"]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -85,7 +91,14 @@ def wide(weight: Any) -> NDArray[np.float64]:
         groups, scales = E2M1[np.concatenate([groups & 15, groups >> 4], axis=-1)], np.exp2(scales - 127)
     elif values.dtype == np.uint8:
         groups = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(np.int8)
-        groups -= np.int8(8 if weight.offsets is None else 0)
+        more = 0 if weight.high is None else 8 * weight.high.shape[-1] // weight.shape[-1]
+        if more:  # number by number: of a 32-bit word the j-th has its bits there
+            words = np.asarray(weight.high).view(f"<u{more}").reshape(*groups.shape[:-1], -1)
+            half = groups.shape[-1] // 2
+            for at in range(groups.shape[-1]):
+                nth = 2 * (at % half % 4) + at // half
+                groups[..., at] |= (words[..., at % half // 4] >> more * nth & (2**more - 1)).astype(np.int8) << 4
+        groups -= np.int8(8 << more if weight.offsets is None else 0)
     found = groups.astype(np.float32) * scales
     if weight.offsets is not None:
         found += np.asarray(wide(weight.offsets), np.float32)[..., None]
@@ -163,9 +176,11 @@ def test_a_stack_that_contradicts_itself_is_refused():
         "count units in float16": counted.replace(scales=counted.scales.replace(scales=jnp.zeros((8, 2)))),
         "are not as the scales": counted.replace(offsets=jnp.zeros((8, 16))),
         "scales have another type": counted.replace(values=counted.values.astype(jnp.float8_e4m3fn)),
+        "share one or two bytes": make_weight("uint5", 2, 8, 512).replace(high=jnp.zeros((8, 72), jnp.uint8)),
+        "scales have another": make_weight("uint5", 2, 8, 512).replace(scales=jnp.zeros((8, 16))),
     }
     for message, weight in wrong.items():
-        assert not native.has_kernel(weight)
+        assert not native.has_kernel(weight) or "bytes" in message
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(product(normal(1, 2, 512), weight))
 
@@ -214,14 +229,16 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(COUNTED),
-    st.sampled_from([2, 16, 32, 48, 64]),
+    st.sampled_from([8, 16, 32, 48, 64]),
     st.integers(1, 5),
     st.integers(1, 30),
     st.integers(1, 9),
     st.integers(0, 99),
 )
 @example("counted by 8 uint4 with offsets", 32, 3, 26, 1, 0)  # Q4_K, whose last rows do not fill a tile
-@example("counted by 16 int8", 16, 7, 14, 8, 0)  # Q6_K
+@example("counted by 16 uint6", 16, 7, 14, 8, 0)  # Q6_K
+@example("counted by 16 uint6", 16, 7, 14, 90, 0)
+@example("counted by 8 uint5 with offsets", 32, 5, 14, 1, 0)  # Q5_K
 @example("counted by 8 int8 with offsets", 32, 5, 14, 90, 0)
 @example("counted by 16 uint4 with offsets", 16, 4, 30, 130, 0)
 @example("counted by 16 uint4", 16, 1, 30, 2, 0)  # Q3_K
@@ -232,6 +249,8 @@ def test_scales_that_count_units_are_numpys(kind: str, size: int, units: int, ou
     found = product(x, weight)
     check_product(found, x, wide(weight))
     plain = {part: jnp.float32(wide(leaf)) for part in ("scales", "offsets") if (leaf := getattr(weight, part))}
+    if kind.split()[3] in UPPER:
+        return  # whose scales have kernels for 16 bits alone
     np.testing.assert_array_equal(found, product(x, weight.replace(**plain)))
     np.testing.assert_array_equal(
         jax.jit(native.widen)(weight, jnp.zeros(1)), jax.jit(native.widen)(weight.replace(**plain), jnp.zeros(1))
@@ -258,9 +277,14 @@ def test_scales_that_count_units_are_numpys(kind: str, size: int, units: int, ou
 @example("int8 with offsets", 750, 2, 14, 7, 0)
 @example("uint4", 192, 16, 14, 130, 0)  # parts of whole groups, the longest that there is room for
 @example("uint4", 768, 4, 14, 130, 0)
+@example("uint5", 24, 13, 14, 1, 0)
+@example("uint6 with offsets", 8, 13, 14, 70, 0)
+@example("uint6", 16, 9, 14, 2, 0)
+@example("uint5 with offsets", 96, 13, 14, 3, 0)
 @example("float4", 32, 90, 14, 1, 0)  # the width of GPT-OSS, which does not fill the last step
 @example("float4", 32, 3, 14, 70, 0)
 def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outputs: int, rows: int, seed: int):
+    size = -(-size // 8) * 8 if kind in UPPER else size
     x, weight = normal(seed, rows, groups * size), make_weight(kind, seed, outputs, groups * size, size=size)
     check_product(product(x, weight), x, wide(weight))
 

@@ -22,7 +22,17 @@ import jax.numpy as jnp
 
 from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
-from ferrum_jax.ops.quantised import FLOAT4, LARGEST, PACKED, UINT4, QuantisedWeight, is_packed, values_dtype
+from ferrum_jax.ops.quantised import (
+    FLOAT4,
+    LARGEST,
+    PACKED,
+    UINT5,
+    UINT6,
+    UINTS,
+    QuantisedWeight,
+    is_packed,
+    values_dtype,
+)
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
@@ -104,7 +114,7 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         _has_kernel_for_scales(values, weight.scales, weight.offsets)
         and values in (*LARGEST, *PACKED)
         and columns <= MOST_INPUTS
-        and columns // groups % (2 if is_packed(weight) else 1) == 0
+        and columns // groups % (8 if weight.high is not None else 2 if is_packed(weight) else 1) == 0
     )
 
 
@@ -114,11 +124,13 @@ def _has_kernel_for_scales(values: str, scales: Any, offsets: Any) -> bool:
     if not isinstance(scales, QuantisedWeight):
         if isinstance(offsets, QuantisedWeight):
             return False
+        if values in (UINT5, UINT6):
+            return {part.dtype for part in (scales, offsets) if part is not None} == {jnp.dtype(jnp.float16)}
         return scales.dtype.name in FLOATS and (offsets is None or offsets.dtype in (scales.dtype, jnp.float32))
     run = scales.shape[-1] // scales.scales.shape[-1]
     same = [part for part in (scales, offsets) if part is not None]
     return (
-        values in ("int8", UINT4)
+        values in ("int8", *UINTS)
         and run in RUNS
         and all(isinstance(part, QuantisedWeight) and part.scales.dtype == jnp.float16 for part in same)
         and all(part.scales.shape == scales.scales.shape for part in same)

@@ -67,7 +67,8 @@ bool kind_of(ffi::DataType type, Kind* kind) {
 }
 
 bool is_float(Kind kind) { return kind == Kind::kFloat32 || kind == Kind::kBFloat16 || kind == Kind::kFloat16; }
-bool is_packed(Kind kind) { return kind == Kind::kUint4 || kind == Kind::kFloat4; }
+int upper_bits(Kind kind) { return kind == Kind::kUint5 ? 1 : kind == Kind::kUint6 ? 2 : 0; }
+bool is_packed(Kind kind) { return kind == Kind::kUint4 || kind == Kind::kFloat4 || upper_bits(kind); }
 
 bool kind_of_pool(ffi::DataType type, Kind* kind) {
   return kind_of(type, kind) && (is_float(*kind) || *kind == Kind::kFloat8);
@@ -82,6 +83,18 @@ const char* describe_units(const ffi::RemainingArgs& parts, size_t at, int64_t c
   if (own < 1 || a->groups != own << a->run || int64_t(found->element_count()) != count * a->outputs * own)
     return "eight or sixteen groups share a unit";
   *units = found->untyped_data();
+  return nullptr;
+}
+
+// Fills in the upper bits of values, the last part if it has bytes.
+const char* describe_upper(const ffi::RemainingArgs& parts, int64_t count, Linear* a) {
+  auto found = parts.get<ffi::AnyBuffer>(parts.size() - 1);
+  if (!found.has_value() || found->element_type() != ffi::DataType::U8) return nullptr;
+  const int64_t bytes = found->element_count(), words = count * a->outputs * a->inputs / 8;
+  if (a->inputs / a->groups % 8 || (bytes != words && bytes != 2 * words)) return "eight numbers share one or two bytes";
+  if (a->scale_kind != Kind::kInt8 && a->scale_kind != Kind::kFloat16) return "scales have another type";
+  a->kind = bytes == words ? Kind::kUint5 : Kind::kUint6;
+  a->high = found->untyped_data();
   return nullptr;
 }
 
@@ -117,7 +130,9 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (a->groups < 1 || a->inputs % a->groups || (is_packed(a->kind) && a->inputs / a->groups % 2))
     return "the groups do not divide the inputs";
   if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
-  if (parts.size() <= next) return nullptr;
+  if (parts.size() > next && a->kind == Kind::kUint4)
+    if (const char* problem = describe_upper(parts, *count, a)) return problem;
+  if (parts.size() - (upper_bits(a->kind) > 0) <= next) return nullptr;
   auto offsets = parts.get<ffi::AnyBuffer>(next++);
   if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
   if (!is_of_groups(*offsets)) return "each group of each weight has an offset";
@@ -139,6 +154,7 @@ Linear take(const Linear& stack, int64_t at) {
   a.weight = ahead(a.weight, is_packed(a.kind) ? numbers / 2 : numbers * size_of(a.kind));
   a.scales = ahead(a.scales, groups * size_of(a.scale_kind));
   a.offsets = ahead(a.offsets, groups * size_of(a.offset_kind));
+  a.high = ahead(a.high, numbers / 8 * upper_bits(a.kind));
   a.scale_units = ahead(a.scale_units, (groups >> a.run) * 2);
   a.offset_units = ahead(a.offset_units, (groups >> a.run) * 2);
   return a;
@@ -189,6 +205,8 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::Remai
   a.y = to;
   a.is_few = a.rows <= (a.inputs < kLong ? kFew : kFewOfLong);
   a.by_panels = kernels->has_panels && a.rows > kMany;
+  alignas(64) float room[kRoom];
+  if (a.is_few && kernels->prepare(a, room)) a.prepared = room;
   multiply(pool, a);
   return ffi::Error::Success();
 }

@@ -5,20 +5,22 @@
 
 namespace ferrum {
 
-enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kFloat4, kPower, kFloat8 };
+enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kUint5, kUint6, kFloat4, kPower, kFloat8 };
 
 // y[b, n] = sum over k of x[b, k] * w[n, k], in float32. With groups, w[n, k] = value * scale + offset of its group.
 struct Linear {
   const float* const* x;  // `rows` pointers to K numbers each
   float* const* y;        // as many to N
   const void* weight;     // [N, K]; 4 bits: [N, K / 2], byte i of a group has its column i low, i + half of it high
+  const void* high;       // of 5 and 6 bits the upper ones: bytes or pairs of them [N, K / 8], for four bytes of the others
   const void* scales;     // [N, groups], or null
-  const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8 of kUint4 means 0
+  const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8, 16 or 32 of unsigned values means 0
   const void* scale_units;   // float16 [N, groups >> run]: scales of kInt8 count these; else null
   const void* offset_units;  // the same of offsets
   int64_t run;               // log2 of the groups that share a unit
   Kind kind, scale_kind, offset_kind;
   int64_t rows, inputs, outputs, groups;
+  const float* prepared;  // rows of x as a few are multiplied with this weight, once for all threads; or null
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call
   bool by_panels;         // so many that panels of the weight are brought into the order in which they are read
 };
@@ -72,6 +74,7 @@ struct Kernels {
   const char* name;
   bool has_panels;                                             // of the weight, for many rows
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
+  bool (*prepare)(const Linear&, float* room);  // the rows of x of a product of few, if kRoom numbers are room enough
   void (*widen)(const Linear&, float* to, int64_t first, int64_t last);  // a range of the weight's rows, to float32
   void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
   void (*join)(const Attention&, int64_t item);                // of batch * kv_heads: parts to outputs
@@ -82,6 +85,7 @@ struct Kernels {
 };
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
+constexpr int64_t kRoom = 3 * kMostInputs;  // numbers for rows of x that are prepared
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
 constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is turned
 constexpr int64_t kPanel = 16;          // outputs of a panel

@@ -365,27 +365,31 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
 // is to know it (0: it does not). Scales and offsets of int8 count the units of their runs. Integers of four bits without offsets have one of -8 scales.
 template <class V, class S, class O, int kSize> struct Quantised {
-  static constexpr bool kIsPacked = std::is_same_v<V, Nibbles> || std::is_same_v<V, Float4>;
-  static constexpr bool kHasNibbles = std::is_same_v<V, Nibbles>;
+  static constexpr int kUpper = Upper<V>::kBits;
+  static constexpr bool kIsUnsigned = std::is_same_v<V, Nibbles> || kUpper > 0;
+  static constexpr bool kIsPacked = kIsUnsigned || std::is_same_v<V, Float4>;
+  using UpperWord = typename Upper<V>::Word;
   const V* values;
+  const UpperWord* upper;
   const S* scales;
   const O* offsets;
   const Float16 *scale_units, *offset_units;
   int64_t inputs, groups, any_size, run;
 
   explicit Quantised(const Linear& a)
-      : values(static_cast<const V*>(a.weight)), scales(static_cast<const S*>(a.scales)),
+      : values(static_cast<const V*>(a.weight)), upper(static_cast<const UpperWord*>(a.high)), scales(static_cast<const S*>(a.scales)),
         offsets(static_cast<const O*>(a.offsets)), scale_units(static_cast<const Float16*>(a.scale_units)),
         offset_units(static_cast<const Float16*>(a.offset_units)), inputs(a.inputs), groups(a.groups),
         any_size(a.inputs / a.groups), run(a.run) {}
   int64_t size() const { return kSize ? kSize : any_size; }
   const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size()) / (kIsPacked ? 2 : 1); }
-  bool has_offsets() const { return offsets || kHasNibbles; }
+  const UpperWord* upper_at(int64_t n, int64_t g) const { return kUpper ? upper + (n * inputs + g * size()) / 8 : nullptr; }
+  bool has_offsets() const { return offsets || kIsUnsigned; }
   // The scales of `count` groups from group g of row n on, in float32, and their offsets if there are any.
   void widen_scales(int64_t n, int64_t g, int64_t count, float* to, float* its_offsets) const {
     widen_some(scales, scale_units, n * groups + g, count, to);
     if (offsets) widen_some(offsets, offset_units, n * groups + g, count, its_offsets);
-    else if (kHasNibbles) for (int64_t i = 0; i < count; i++) its_offsets[i] = -8.0f * to[i];
+    else if (kIsUnsigned) for (int64_t i = 0; i < count; i++) its_offsets[i] = -float(8 << kUpper) * to[i];
   }
   void fetch_scales(int64_t n, int64_t rows) const {
     fetch_all(scales + n * groups, rows * groups);
@@ -445,22 +449,31 @@ void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, i
   for (int64_t g = begin; g < (from + count) / w.size(); g++, to += w.size()) {
     const float scale = scales[g - begin], offset = w.has_offsets() ? offsets[g - begin] : 0.0f;
     const V* p = w.at(n, g);
+    const auto* upper = w.upper_at(n, g);
     int64_t k = 0;
 #if defined(__AVX512F__)
     if (w.size() == kLanes) {
-      store(to, load_both(p) * scale + offset);
+      store(to, load_both(p, upper) * scale + offset);
       continue;
     }
 #endif
     for (; k + kLanes <= half; k += kLanes) {
       Vector low, high;
-      load(p + k, &low, &high);
+      load_numbers(p + k, upper + k / 4, &low, &high);
       store(to + k, low * scale + offset);
       store(to + half + k, high * scale + offset);
     }
     for (; k < half; k++) {
-      to[k] = low_of(p[k]) * scale + offset;
-      to[half + k] = high_of(p[k]) * scale + offset;
+      float low, high;
+      if constexpr (Upper<V>::kBits > 0) {
+        const int own = upper[k / 4] >> 2 * w.kUpper * (k % 4), mask = (1 << w.kUpper) - 1;
+        low = float((p[k].bits & 15) | (own & mask) << 4);
+        high = float(p[k].bits >> 4 | ((own >> w.kUpper) & mask) << 4);
+      } else {
+        low = low_of(p[k]), high = high_of(p[k]);
+      }
+      to[k] = low * scale + offset;
+      to[half + k] = high * scale + offset;
     }
   }
 }
@@ -480,7 +493,7 @@ void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int6
 // Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
 //
 // Bytes meet x as it is. Nibbles are taken from 32-bit words, the j-th of a word with a mask instead of a shift, so that it
-// counts 16^j fold but for the last; x is in the order in which they then come, each number divided by as much. Floats of
+// counts 16^j fold but for the last, and what upper bits it has are put before it; x is in the order in which they then come, each number divided by as much. Floats of
 // four bits are looked up, as they are. A step is a vector of words, which has some groups or a part of one.
 constexpr int64_t kStepBytes = 4 * kLanes, kStepNumbers = 8 * kLanes;
 constexpr int64_t kLeastGroup = 8;
@@ -511,16 +524,31 @@ void prepare(const Quantised<V, S, O, kSize>& w, const float* x, float* prepared
     sums[g] = total(sum);
   }
   if (!w.kIsPacked) return;
-  const int64_t bytes = w.size() / 2;
+  const int64_t half = w.size() / 2, words = w.inputs / 8;
   for (int64_t i = w.inputs / kStepNumbers * kStepNumbers; i < prepared_inputs(w); i++) prepared[i] = 0.0f;
-  for (int64_t g = 0; g < w.groups; g++)
-    for (int64_t i = 0; i < bytes; i += 4) {
-      const int64_t word = (g * bytes + i) / 4;
-      const float* own = x + g * w.size() + i;
-      float* to = prepared + word / kLanes * kStepNumbers + word % kLanes;
-      for (int j = 0; j < 8; j++)
-        to[j * kLanes] = own[j / 2 + j % 2 * bytes] * (w.kHasNibbles && j < 7 ? 1.0f / float(1 << 4 * j) : 1.0f);
+  float factors[2][4];  // of the numbers in the low bits of a word's bytes, and in the high ones
+  for (int j = 0; j < 8; j++) factors[j % 2][j / 2] = w.kIsUnsigned && j < 7 ? 1.0f / float(1 << 4 * j) : 1.0f;
+  const float* own = x;  // the numbers of a word, and of those in the high bits half a group later
+  for (int64_t word = 0, inside = 0; word < words; word += 4) {
+    const float* low[4];
+    const int64_t count = least(4, words - word);
+    for (int i = 0; i < 4; i++) {
+      low[i] = own;
+      if (i >= count) continue;
+      own += 4, inside += 4;
+      if (inside == half) own += half, inside = 0;
     }
+    float* to = prepared + word / kLanes * kStepNumbers + word % kLanes;
+    for (int side = 0; side < 2; side++, to += kLanes) {
+      if (count == 4) {
+        turn_four(low, to, 2 * kLanes, factors[side]);
+      } else {
+        for (int i = 0; i < count; i++)
+          for (int byte = 0; byte < 4; byte++) to[2 * byte * kLanes + i] = low[i][byte] * factors[side][byte];
+      }
+      for (const float*& one : low) one += half;
+    }
+  }
 }
 
 // Adds the products of R rows of the weight from `p` on with B rows of x, each group's times its scale.
@@ -556,18 +584,26 @@ inline void multiply_bytes(const Quantised<V, S, O, kSize>& w, const V* p, const
   }
 }
 template <int R, int B, class V, class S, class O, int kSize>
-inline void multiply_packed(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+inline void multiply_packed(const Quantised<V, S, O, kSize>& w, int64_t n, const float* const* x, const float* scales,
                             Vector (*sums)[B]) {
+  const V* p = w.at(n, 0);
+  const auto* upper = w.upper_at(n, 0);
   const int64_t stride = w.inputs / 2, bytes = w.size() / 2;
   const float* own[B];
   for (int b = 0; b < B; b++) own[b] = x[b];
   for (int64_t at = 0; at < stride; at += kStepBytes) {
     const int64_t here = least(stride - at, kStepBytes);
-    Integers words[R];
+    Integers words[R], uppers[R];
     for (int r = 0; r < R; r++) fetch(p + at + r * stride + kNext);
+    for (int r = 0; w.kUpper && r < R; r++) fetch(upper + (at + r * stride + kNext) / 4);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
       words[r] = here < kStepBytes ? load_words(p + at + r * stride, here) : load_words(p + at + r * stride);
+      if constexpr (Upper<V>::kBits > 0) {
+        const auto* own = upper + (at + r * stride) / 4;
+        uppers[r] = here < kStepBytes ? load_integers(own, here / 4) : load_integers(own);
+      }
+    }
     Vector parts[R][B];  // begins with zeros: of a sum of two products a compiler may round either first
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -580,7 +616,7 @@ inline void multiply_packed(const Quantised<V, S, O, kSize>& w, const V* p, cons
       for (int b = 0; b < B; b++) v[b] = load(own[b] + j * kLanes);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const Vector values = number_of(words[r], j, V());
+        const Vector values = number_of(words[r], uppers[r], j, V());
 #pragma GCC unroll 4
         for (int b = 0; b < B; b++) parts[r][b] += values * v[b];
       }
@@ -598,14 +634,15 @@ inline void multiply_packed(const Quantised<V, S, O, kSize>& w, const V* p, cons
 }
 
 template <int R, int B, class V, class S, class O, int kSize>
-inline void multiply_groups(const Quantised<V, S, O, kSize>& w, const V* p, const float* const* x, const float* scales,
+inline void multiply_groups(const Quantised<V, S, O, kSize>& w, int64_t n, const float* const* x, const float* scales,
                             Vector (*sums)[B]) {
-  if constexpr (Quantised<V, S, O, kSize>::kIsPacked) multiply_packed<R, B>(w, p, x, scales, sums);
-  else multiply_bytes<R, B>(w, p, x, scales, sums);
+  if constexpr (Quantised<V, S, O, kSize>::kIsPacked) multiply_packed<R, B>(w, n, x, scales, sums);
+  else multiply_bytes<R, B>(w, w.at(n, 0), x, scales, sums);
 }
 
 // Rows of a quantised weight that meet B rows of x together.
-template <bool kIsPacked, int kSize, int B> constexpr int rows_beside() {
+template <bool kIsPacked, int kUpper, int kSize, int B> constexpr int rows_beside() {
+  if (kUpper && B > 2) return 2;  // what takes apart the numbers of a word is done once for all rows of x
   if (kIsPacked && (B == 1 || kManyRegisters)) return 4;
   if (B == 1 && kSize == 16) return 2;  // its sums wait for each other
   return B == 1 ? 1 : B == 2 ? 3 : kManyRegisters ? 2 : 1;
@@ -614,7 +651,7 @@ template <bool kIsPacked, int kSize, int B> constexpr int rows_beside() {
 // Outputs n to n + count of B rows; at most a tile. Within the caller the compiler keeps sums in memory.
 template <int B, class V, class S, class O, int kSize>
 [[gnu::noinline]] void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
-  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, kSize, B>();
+  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, Upper<V>::kBits, kSize, B>();
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
 #pragma GCC unroll 4
@@ -624,9 +661,9 @@ template <int B, class V, class S, class O, int kSize>
     const float* scales = a.scales + i * w.groups;
     const int64_t made = count - i < R ? 1 : R;
     if (made == R) {
-      multiply_groups<R, B>(w, w.at(n + i, 0), a.x + row, scales, sums);
+      multiply_groups<R, B>(w, n + i, a.x + row, scales, sums);
     } else {
-      multiply_groups<1, B>(w, w.at(n + i, 0), a.x + row, scales, sums);
+      multiply_groups<1, B>(w, n + i, a.x + row, scales, sums);
     }
     for (int64_t r = 0; r < made; r++, i++)
       for (int b = 0; b < B; b++) {
@@ -636,21 +673,30 @@ template <int B, class V, class S, class O, int kSize>
   }
 }
 
+// Rows of x for which there is room.
+template <class V, class S, class O, int kSize> int64_t rows_of_room(const Quantised<V, S, O, kSize>& w) {
+  return least(ferrum::kRoom / (prepared_inputs(w) + w.groups), kMostPrepared);
+}
+template <class V, class S, class O, int kSize>
+void prepare_rows(const Quantised<V, S, O, kSize>& w, const float* const* x, int64_t rows, float* room) {
+  const int64_t numbers = prepared_inputs(w);
+  for (int64_t row = 0; row < rows; row++) prepare(w, x[row], room + row * numbers, room + rows * numbers + row * w.groups);
+}
+
 template <class V, class S, class O, int kSize>
 void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first, int64_t last) {
-  alignas(64) float room[3 * ferrum::kMostInputs];  // for rows of x
+  alignas(64) float room[ferrum::kRoom];  // for rows of x
   alignas(64) float scales[kTile * ferrum::kMostInputs / kLeastGroup], offsets[kTile * ferrum::kMostInputs / kLeastGroup];
-  const int64_t numbers = prepared_inputs(w), most_rows = least(3 * ferrum::kMostInputs / (numbers + w.groups), kMostPrepared);
-  constexpr int kTogether = Quantised<V, S, O, kSize>::kIsPacked && kManyRegisters ? 2 : 4;  // of four rows and more
+  const int64_t numbers = prepared_inputs(w), most_rows = rows_of_room(w);
+  constexpr bool kInPairs = Quantised<V, S, O, kSize>::kIsPacked && !Upper<V>::kBits && kManyRegisters;
+  constexpr int kTogether = kInPairs ? 2 : 4;  // of four rows and more
   const float* x[kMostPrepared];
   for (int64_t begin = 0; begin < a.rows; begin += most_rows) {
     const int64_t rows = least(most_rows, a.rows - begin);
-    float* sums = room + rows * numbers;
-    for (int64_t row = 0; row < rows; row++) {
-      prepare(w, a.x[begin + row], room + row * numbers, sums + row * w.groups);
-      x[row] = w.kIsPacked ? room + row * numbers : a.x[begin + row];
-    }
-    const Few few{x, sums, a.y + begin, scales, offsets};
+    if (!a.prepared) prepare_rows(w, a.x + begin, rows, room);
+    const float* own = a.prepared ? a.prepared : room;
+    for (int64_t row = 0; row < rows; row++) x[row] = w.kIsPacked ? own + row * numbers : a.x[begin + row];
+    const Few few{x, own + rows * numbers, a.y + begin, scales, offsets};
     for (int64_t n = first; n < last; n += kTile) {
       const int64_t count = least(kTile, last - n);
       w.fetch_scales(n + kTile, kTile);
@@ -688,9 +734,10 @@ template <class V, class F> void by_scales(const Linear& a, const F& f) {
   const Power* power = nullptr;
   const int8_t* counted = nullptr;  // in units
   if constexpr (std::is_same_v<V, Float4>) return f(power, single);
-  if constexpr (std::is_same_v<V, int8_t> || std::is_same_v<V, Nibbles>)
+  if constexpr (std::is_same_v<V, int8_t> || std::is_same_v<V, Nibbles> || Upper<V>::kBits)
     if (a.scale_kind == Kind::kInt8) return f(counted, counted);
-  if constexpr (!std::is_same_v<V, Float4>) switch (a.scale_kind) {
+  if constexpr (Upper<V>::kBits) return f(half, half);
+  else if constexpr (!std::is_same_v<V, Float4>) switch (a.scale_kind) {
     case Kind::kBFloat16: return same ? f(brain, brain) : f(brain, single);
     case Kind::kFloat16: return same ? f(half, half) : f(half, single);
     default: return f(single, single);
@@ -700,10 +747,17 @@ template <class V> void quantised_by_scales(const Linear& a, int64_t first, int6
   by_scales<V>(a, [&](auto* s, auto* o) {
     using S = std::decay_t<decltype(*s)>;
     using O = std::decay_t<decltype(*o)>;
-    if constexpr (std::is_same_v<S, int8_t> && !Quantised<V, S, O, 0>::kIsPacked)
+    if constexpr (std::is_same_v<S, int8_t> && std::is_same_v<V, int8_t>)
       if (a.inputs == 16 * a.groups) return quantised<V, S, O, 16>(a, first, last);
     a.inputs == 32 * a.groups ? quantised<V, S, O, 32>(a, first, last) : quantised<V, S, O, 0>(a, first, last);
   });
+}
+// The order of x depends on the values' type and the groups alone.
+template <class V> bool prepare_for(const Linear& a, float* room) {
+  const Quantised<V, float, float, 0> w(a);
+  if (!can_prepare(w) || a.rows > rows_of_room(w)) return false;
+  prepare_rows(w, a.x, a.rows, room);
+  return true;
 }
 
 template <class W> void widen_dense(const Linear& a, float* to, int64_t first, int64_t last) {
@@ -729,8 +783,20 @@ void widen(const Linear& a, float* to, int64_t first, int64_t last) {
     case Kind::kInt8: return widen_quantised<int8_t>(a, to, first, last);
     case Kind::kFloat8: return widen_quantised<Float8>(a, to, first, last);
     case Kind::kUint4: return widen_quantised<Nibbles>(a, to, first, last);
+    case Kind::kUint5: return widen_quantised<Fives>(a, to, first, last);
+    case Kind::kUint6: return widen_quantised<Sixes>(a, to, first, last);
     case Kind::kFloat4: return widen_quantised<Float4>(a, to, first, last);
     default: return;
+  }
+}
+
+bool prepare(const Linear& a, float* room) {
+  switch (a.kind) {
+    case Kind::kInt8: return prepare_for<int8_t>(a, room);
+    case Kind::kFloat8: return prepare_for<Float8>(a, room);
+    case Kind::kUint4: case Kind::kUint5: case Kind::kUint6: return prepare_for<Nibbles>(a, room);
+    case Kind::kFloat4: return prepare_for<Float4>(a, room);
+    default: return false;
   }
 }
 
@@ -742,6 +808,8 @@ void linear(const Linear& a, int64_t first, int64_t last) {
     case Kind::kInt8: return quantised_by_scales<int8_t>(a, first, last);
     case Kind::kFloat8: return quantised_by_scales<Float8>(a, first, last);
     case Kind::kUint4: return quantised_by_scales<Nibbles>(a, first, last);
+    case Kind::kUint5: return quantised_by_scales<Fives>(a, first, last);
+    case Kind::kUint6: return quantised_by_scales<Sixes>(a, first, last);
     case Kind::kFloat4: return quantised_by_scales<Float4>(a, first, last);
     default: return;
   }

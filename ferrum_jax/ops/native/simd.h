@@ -29,8 +29,15 @@ struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 struct Float8 { uint8_t bits; };   // e4m3fn: 4 bits of exponent, no infinity
 struct Nibbles { uint8_t bits; };  // two integers
+struct Fives { uint8_t bits; };    // the same, whose fifth bits are elsewhere
+struct Sixes { uint8_t bits; };    // and fifth and sixth bits
 struct Float4 { uint8_t bits; };   // two floats of e2m1: one bit of sign, two of exponent, one of fraction
 struct Power { uint8_t bits; };    // e8m0: a power of two, as float32's exponent
+
+// How many bits of a number are elsewhere, and the type that has those of the eight numbers of a 32-bit word.
+template <class V> struct Upper { static constexpr int kBits = 0; using Word = uint8_t; };
+template <> struct Upper<Fives> { static constexpr int kBits = 1; using Word = uint8_t; };
+template <> struct Upper<Sixes> { static constexpr int kBits = 2; using Word = uint16_t; };
 
 template <int N> struct Size { static constexpr int value = N; };
 
@@ -230,10 +237,45 @@ template <class V> inline Integers load_words(const V* p, int64_t bytes) {
   return words;
 #endif
 }
-inline Vector number_of(Integers words, int j, Nibbles) {
+inline Vector number_of(Integers words, Integers, int j, Nibbles) {
   return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
 }
-inline Vector number_of(Integers words, int j, Float4) { return lowest_float4(words >> 4 * j); }
+inline Vector number_of(Integers words, Integers, int j, Float4) { return lowest_float4(words >> 4 * j); }
+template <class V> inline Vector number_of(Integers words, Integers upper, int j, V) {
+  constexpr int bits = Upper<V>::kBits, mask = (1 << bits) - 1;
+  if (j < 7)
+    return __builtin_convertvector((words & (15 << 4 * j)) | ((upper << (4 * j + 4 - bits * j)) & (mask << (4 * j + 4))), Vector);
+  return __builtin_convertvector(((words >> 28) & 15) | ((upper >> (7 * bits - 4)) & (mask << 4)), Vector);
+}
+
+// A vector of bytes, or of pairs of them, as integers; and the first ones, then zeros.
+inline Integers load_integers(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (Integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  Integers v;
+  for (int i = 0; i < kLanes; i++) v[i] = p[i];
+  return v;
+#endif
+}
+inline Integers load_integers(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (Integers)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  Integers v;
+  for (int i = 0; i < kLanes; i++) v[i] = p[i];
+  return v;
+#endif
+}
+template <class W> inline Integers load_integers(const W* p, int64_t count) {
+  W padded[kLanes] = {};
+  std::memcpy(padded, p, size_t(count) * sizeof(W));
+  return load_integers(padded);
+}
 
 // `count` numbers at p, each in as many lanes as `width` says, a power of two, and then zeros.
 inline Vector spread(const float* p, int64_t count, int64_t width) {
@@ -259,9 +301,30 @@ inline Integers both_of(const void* p) {
   const __m512i shifts = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
   return (Integers)_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_set1_epi64x(bytes)), shifts);
 }
-inline Vector load_both(const Nibbles* p) { return __builtin_convertvector(both_of(p) & 15, Vector); }
-inline Vector load_both(const Float4* p) { return lowest_float4(both_of(p)); }
+inline Vector load_both(const Nibbles* p, const uint8_t*) { return __builtin_convertvector(both_of(p) & 15, Vector); }
+inline Vector load_both(const Float4* p, const uint8_t*) { return lowest_float4(both_of(p)); }
 #endif
+
+inline Integers lanes_from(int64_t first) {
+  Integers v;
+  for (int i = 0; i < kLanes; i++) v[i] = int32_t(first) + i;
+  return v;
+}
+
+// Four rows of four numbers at `from`, turned into columns that are `stride` numbers apart, each times its factor.
+typedef float Four __attribute__((vector_size(16)));
+inline void turn_four(const float* const* from, float* to, int64_t stride, const float* factors) {
+  Four rows[4];
+  for (int i = 0; i < 4; i++) std::memcpy(&rows[i], from[i], sizeof(Four));
+  const Four a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), b = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const Four c = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7), d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  const Four columns[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+                           __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; i++) {
+    const Four scaled = columns[i] * factors[i];
+    std::memcpy(to + i * stride, &scaled, sizeof(Four));
+  }
+}
 
 // Of each lane the lane of v that `from` names.
 inline Vector lanes_of(Vector v, Integers from) {
@@ -288,6 +351,44 @@ inline Vector load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_
 inline Vector load_first(const float* p, int64_t n) {
   static const int32_t kMask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
   return _mm256_maskload_ps(p, _mm256_loadu_si256((const __m256i*)(kMask + 8 - n)));
+}
+#endif
+// Of each lane the upper bits of the word that `words` names, of the first `count`, at most four.
+template <class W> inline Integers load_upper(const W* p, int count, Integers words) {
+#if defined(__AVX2__)
+  uint64_t few = 0;
+  std::memcpy(&few, p, size_t(count) * sizeof(W));
+  const __m128i bytes = _mm_cvtsi64_si128(int64_t(few)), own = sizeof(W) == 1 ? _mm_cvtepu8_epi32(bytes) : _mm_cvtepu16_epi32(bytes);
+#if defined(__AVX512F__)
+  return (Integers)_mm512_permutexvar_epi32((__m512i)words, _mm512_castsi128_si512(own));
+#else
+  return (Integers)_mm256_permutevar8x32_epi32(_mm256_castsi128_si256(own), (__m256i)words);
+#endif
+#else
+  Integers v;
+  for (int i = 0; i < kLanes; i++) v[i] = p[words[i]];
+  return v;
+#endif
+}
+
+// A vector of bytes with two numbers each: those in the low bits and those in the high ones, whose upper bits `upper` has.
+template <class V, class W> inline void load_numbers(const V* p, const W* upper, Vector* low, Vector* high) {
+  if constexpr (Upper<V>::kBits == 0) {
+    load(p, low, high);
+  } else {
+    constexpr int bits = Upper<V>::kBits, mask = ((1 << bits) - 1) << 4;
+    const Integers lanes = lanes_from(0), own = load_upper(upper, kLanes / 4, lanes >> 2) << 4 >> (lanes & 3) * (2 * bits);
+    const Integers both = load_integers(&p->bits);
+    *low = __builtin_convertvector((both & 15) | (own & mask), Vector);
+    *high = __builtin_convertvector(both >> 4 | ((own >> bits) & mask), Vector);
+  }
+}
+#if defined(__AVX512F__)
+template <class V, class W> inline Vector load_both(const V* p, const W* upper) {
+  constexpr int bits = Upper<V>::kBits, mask = ((1 << bits) - 1) << 4;
+  const Integers lanes = lanes_from(0), shift = (lanes & 3) * (2 * bits) + (lanes >> 3) * bits;
+  const Integers own = load_upper(upper, 2, (lanes & 7) >> 2) << 4 >> shift;
+  return __builtin_convertvector((both_of(p) & 15) | (own & mask), Vector);
 }
 #endif
 inline void store_first(float* p, Vector v, int64_t n) { std::memcpy(p, &v, size_t(n) * sizeof(float)); }
@@ -336,11 +437,6 @@ inline float total(Vector v) {
 }
 inline float largest(Vector v) {
   return fold(v, [](auto a, auto b) { return larger(a, b); });
-}
-inline Integers lanes_from(int64_t first) {
-  Integers v;
-  for (int i = 0; i < kLanes; i++) v[i] = int32_t(first) + i;
-  return v;
 }
 
 // exp(x) to about 2 units in the last place; 0 below -87. Cephes' polynomial, Moshier 1989.
