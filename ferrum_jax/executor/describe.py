@@ -29,7 +29,7 @@ _DTYPES = {
     "float8_e4m3fn": DataType.FP8,
     UINT4: DataType.INT4,
     FLOAT4: DataType.INT4,  # the contract has no floats of four bits
-    UINT5: DataType.INT8,  # and no integers of five and six
+    UINT5: DataType.INT8,  # nor integers of five and six bits: the next larger
     UINT6: DataType.INT8,
 }
 

@@ -152,7 +152,8 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
     if dtype not in (known := (*LARGEST, *NARROW, "uint8")):
         return [f"{name}.values are {dtype}, expected {' or '.join(known)}"]
     if dtype in NARROW:
-        return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in parts]
+        more = parts if high is None else {**parts, "high": high}
+        return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in more]
     if scales is None:
         return [f"{name}.scales is missing, which values in {dtype} need"]
     if high is not None:
@@ -188,8 +189,9 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
 def _problem_of_inner(name: str, weight: QuantisedWeight[Any], of: str) -> str | None:
     """Says what is wrong with scales or offsets, of values in `of`, that are quantised themselves."""
     values, scales = weight.values, weight.scales
-    if of not in ("int8", "uint8") or values.dtype != jnp.int8 or weight.offsets is not None:
-        return f"{name} is quantised, which must be to int8, without offsets, and for values in int8 or four bits"
+    is_bare = weight.offsets is None and weight.high is None
+    if of not in ("int8", "uint8") or values.dtype != jnp.int8 or not is_bare:
+        return f"{name} is quantised, which must be to int8, without offsets, and for integers of eight bits or fewer"
     if scales is None or is_quantised(scales) or scales.dtype.name not in DTYPES:
         return f"{name}.scales is missing or of another type, expected {' or '.join(DTYPES)}"
     count = scales.shape[-1] if scales.shape else 0

@@ -390,9 +390,9 @@ def _quantised_on_mesh(
     if spec.scales is None:
         return QuantisedWeight(values=values)
     groups = spec.scales.shape[-1]
-    size = group_size(columns, groups, split, unit=8 if spec.high is not None else _packing(spec))
     if _has_one_scale(spec):
         split = None
+    size = group_size(columns, groups, split, unit=8 if spec.high is not None else _packing(spec))
     if split is None:
         num_groups, own = groups, None
     else:

@@ -20,7 +20,7 @@ FEW_TOKENS = 64  # from 2 to this many tokens, XLA's CPU products are faster wit
 PARTS = 4  # into which a weight is cut for a single token on a CPU
 LANES = 16  # float32 numbers in the widest CPU register
 BLOCK = 1 << 20  # numbers of a quantised weight that a CPU dequantises at a time, so that they stay in its cache
-PACKED_BLOCK = 1 << 17  # the same for values of four bits
+PACKED_BLOCK = 1 << 17  # the same for packed values
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Multiplies the low and the high halves of the weight's bytes by the columns of x that belong to them.
+    """Multiplies the first and the second halves of the weight's groups by the columns of x that belong to them.
 
     Interleaving the halves first takes a CPU four times as long.
     """

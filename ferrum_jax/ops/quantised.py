@@ -6,10 +6,10 @@ blocks: integers times a number for several of them. Symmetric, round to nearest
 Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", section 3. Four-bit values are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds column i of
-the group in its low bits, and column i + half the group's size in its high bits; values of five and six bits have the
-others in bytes of their own. They are integers or, where scales are
-bytes, floats: MXFP4, a value of e2m1 times a power of two (OCP Microscaling Formats Specification v1.0, sections 5.3.3
-and 5.4.1).
+the group in its low bits, and column i + half the group's size in its high bits. Values of five and six bits keep their
+low four bits in the same way, and the upper one or two in a second array. Four-bit values are integers or, where scales
+are bytes, floats: MXFP4, a value of e2m1 times a power of two (OCP Microscaling Formats Specification v1.0, sections
+5.3.3 and 5.4.1).
 """
 
 import functools
@@ -27,7 +27,7 @@ Leaf = TypeVar("Leaf")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; int8's -128 is not used
 NARROW = ("bfloat16", "float16")  # values that are the numbers themselves, without scales
 UINT4 = "uint4"  # name of four-bit values, packed two to a uint8
-UINT5, UINT6 = "uint5", "uint6"  # names of values of more bits: four of them lie like those of UINT4
+UINT5, UINT6 = "uint5", "uint6"  # integers of five and six bits: the low four are packed as UINT4, the rest is `high`
 UINTS = {UINT4: 4, UINT5: 5, UINT6: 6}  # number of bits
 FLOAT4 = "float4_e2m1fn"  # name of four-bit floats, packed likewise; their scales are POWERS
 PACKED = (*UINTS, FLOAT4)
@@ -48,8 +48,9 @@ class QuantisedWeight(Generic[Leaf]):
     # Floating, POWERS or a QuantisedWeight in int8, [..., F, G]: one for D / G columns; G = 1: one scale per channel.
     scales: Any = None
     offsets: Any = None  # floating or a QuantisedWeight in int8, [..., F, G]
-    # Of values of five or six bits the upper ones, uint8 [..., F, D / 8 or D / 4]: a byte or two for four bytes of the
-    # lower ones, the upper bits of their lowest number in the lowest bits.
+    # Upper bits of values of five or six bits, uint8 [..., F, D / 8] or [..., F, D / 4]. Four bytes of `values` hold
+    # eight numbers (byte 0 low, byte 0 high, byte 1 low, and so on); one byte, or a little-endian pair, has their upper
+    # bits in that order, the lowest first.
     high: Any = None
 
     @property

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gguf import ReaderTensor
 
 SHARED_GATE = ".shared_expert_gate.weight"
-PLAIN = "F32", "F16", "BF16"
+UNQUANTISED = "F32", "F16", "BF16"
 DEQUANTISED = "IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "TQ1_0", "TQ2_0"  # never kept
 SUPER = 256  # numbers of a K block
 
@@ -139,7 +139,7 @@ class GgufSource:
 
     def _kinds_of(self, name: str) -> list[str]:
         for tensor in self._tensors[name]:
-            if (kind := tensor.tensor_type.name) not in (types := (*PLAIN, *_KINDS, *DEQUANTISED)):
+            if (kind := tensor.tensor_type.name) not in (types := (*UNQUANTISED, *_KINDS, *DEQUANTISED)):
                 raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(types)}")
         return [tensor.tensor_type.name for tensor in self._tensors[name]]
 
@@ -257,8 +257,8 @@ def _nibbles(data: Bytes) -> Bytes:
     return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
-def _quarters(data: Bytes) -> Bytes:
-    """Splits runs of 32 bytes into their pairs of bits, lowest first: `[blocks, n]` to `[blocks, n / 32, 4, 32]`."""
+def _pairs_in_runs(data: Bytes) -> Bytes:
+    """Splits each run of 32 bytes into its lowest pairs of bits, the next, and so on: `[blocks, n / 32, 4, 32]`."""
     return data.reshape(len(data), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
 
 
@@ -269,19 +269,19 @@ def _fifth(data: Bytes) -> Bytes:
 
 def _q2_k(blocks: Bytes) -> Parts:
     scales, least = blocks[:, :16] & np.uint8(15), blocks[:, :16] >> np.uint8(4)
-    return _quarters(blocks[:, 16:80]), (scales, _half(blocks, 80)), (least, -_half(blocks, 82))
+    return _pairs_in_runs(blocks[:, 16:80]), (scales, _half(blocks, 80)), (least, -_half(blocks, 82))
 
 
 def _q3_k(blocks: Bytes) -> Parts:
     third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [blocks, 8, 32]; 0: minus 4
-    values = _quarters(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
-    high = _quarters_of(blocks[:, 104:108])
+    values = _pairs_in_runs(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
+    high = _pairs_by_shift(blocks[:, 104:108])
     scales = (_nibbles(blocks[:, 96:104]) | high << np.uint8(4)).astype(np.int8) - 32
     return values + np.uint8(4), (scales, _half(blocks, 108)), None
 
 
-def _quarters_of(data: Bytes) -> Bytes:
-    """Splits bytes `[blocks, n]` into their lowest pairs of bits, then their next: `[blocks, 4 n]`."""
+def _pairs_by_shift(data: Bytes) -> Bytes:
+    """Splits bytes `[blocks, n]` into all lowest pairs of bits, then all next ones, and so on: `[blocks, 4 n]`."""
     return (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)).reshape(len(data), -1)
 
 
@@ -296,7 +296,7 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 def _q6_k(blocks: Bytes) -> Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    high = _quarters(blocks[:, 128:192])
+    high = _pairs_in_runs(blocks[:, 128:192])
     scales = blocks[:, 192:208].view(np.int8), _half(blocks, 208)
     return low | high << np.uint8(4), scales, None
 
@@ -322,7 +322,7 @@ def _q5_1(blocks: Bytes) -> Parts:
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
-    high = _quarters_of(np.ascontiguousarray(blocks[:, 2:4]))  # [blocks, 8]: of groups 0 and 4, 1 and 5, and so on
+    high = _pairs_by_shift(np.ascontiguousarray(blocks[:, 2:4]))  # [blocks, 8]: of groups 0 and 4, 1 and 5, and so on
     high = high.reshape(-1, 4, 2).swapaxes(1, 2).reshape(-1, 8)
     low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=-1).reshape(-1, 8)
     scales = (low | high << np.uint8(4)).astype(np.int8) - 32

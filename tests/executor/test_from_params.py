@@ -153,6 +153,8 @@ def counted(**changed: Any) -> QuantisedWeight:
         (quantised("int32", (ROWS[0], 1)), r"values are int32, expected int8 or"),
         (quantised("uint8", (ROWS[0], 1), columns=ROWS[1] // 2, high=jnp.ones(1)), r"weight\.high is float32\[1\], ex"),
         (quantised("int8", (ROWS[0], 1), high=jnp.ones((ROWS[0], ROWS[1] // 8), jnp.uint8)), r"beside values in uint8"),
+        (quantised("bfloat16", high=jnp.ones(1, jnp.uint8)), r"high is unknown, as values in bfloat16 have none"),
+        (quantised("int8", counted(high=jnp.ones(1, jnp.uint8))), r"weight\.scales is quantised, which must be to in"),
         (quantised("float8_e4m3fn", counted()), r"weight\.scales is quantised, which must be to int8, without offsets"),
         (quantised("int8", (ROWS[0], 8), counted(offsets=jnp.ones(1))), r"weight\.offsets is quantised, which must be"),
         (quantised("int8", counted(values=jnp.ones((ROWS[0], 8)))), r"weight\.scales is quantised, which must be to"),

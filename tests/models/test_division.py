@@ -106,7 +106,7 @@ FORMS = {
     "scales of scales": Format("int8", 12, Format("int8", 3, "float16")),
     "scales and offsets of their own scales": Format("uint4", 6, *(2 * [Format("int8", 2, "float16")])),
     "five bits": Format("uint5", 3, "float32", "float32"),
-    "six bits": Format("uint6", 3),
+    "six bits": Format("uint6", 1),  # a group that is split
     "a scale of all scales": Format("uint4", 6, Format("int8", 1, "float16")),
     "floats of four bits": Format("float4_e2m1fn", 3, "uint8"),
     "sixteen bits": Format("bfloat16"),

@@ -27,8 +27,10 @@ from ferrum_jax.ops.quantised import (
     quantise_weight,
     rows_of,
 )
+from ferrum_jax.weights.gguf import to_leaf
 from tests import tiny
 from tests.tiers import by_default
+from tests.weights.scalar_ggml import draw_blocks, read_blocks
 
 SAME = 2e-6  # relative: float32 sums of up to 1200 products in another order, and a scale inside or outside of them
 FORWARD = 1e-4  # tiny models: as `any chunking = the forward`, since only the order of sums differs
@@ -315,6 +317,28 @@ def test_scales_lie_where_their_channels_do(group_size: int | None):
     assert block["q_proj"]["weight"].scales.spec == PartitionSpec("model", None)
     assert block["o_proj"]["weight"].values.spec == PartitionSpec(None, "model")
     assert block["o_proj"]["weight"].scales.spec == PartitionSpec(None, "model" if group_size else None)
+
+
+@pytest.mark.parametrize("kind", ["Q3_K", "Q5_1", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_other_packed_weights_stand_for_their_numbers_wherever_they_are_used(kind: str):
+    shape = (70, 512)
+    data = draw_blocks(kind, shape, seed=3)
+    kept, plain = jax.tree.map(jnp.asarray, to_leaf(kind, data, shape)), read_blocks(kind, data, shape)
+    assert kept.shape == shape
+    close = {"rtol": 1e-6, "atol": 1e-6 * np.abs(plain).max()}
+    np.testing.assert_allclose(dequantise_weight(kept, "float32"), plain, **close)
+    np.testing.assert_allclose(rows_of(kept, jnp.array([3, 69, 3]), "float32"), plain[[3, 69, 3]], **close)
+    for tokens in (1, 70):
+        x = jnp.asarray(drawn(tokens, 512, seed=1))
+        assert relative(jax.jit(linear)(x, kept), linear(x, jnp.asarray(plain))) < SAME
+        assert relative(products._rescaled(x, kept), linear(x, jnp.asarray(plain))) < SAME  # what other platforms run
+
+
+def test_one_scale_that_is_quantised_is_multiplied_as_well():
+    values, counts = jnp.asarray(drawn(5, 48, seed=1) * 20, jnp.int8), jnp.arange(1, 6, dtype=jnp.int8)[:, None]
+    kept = QuantisedWeight(values, QuantisedWeight(counts, jnp.full((5, 1), 0.5, jnp.float16)))
+    plain, x = values.astype(jnp.float32) * counts.astype(jnp.float32) * 0.5, jnp.asarray(drawn(3, 48, seed=2))
+    assert relative(products._rescaled(x, kept), linear(x, plain)) < SAME
 
 
 COUNTED = Format("int8", 2, "float16")

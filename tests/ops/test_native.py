@@ -178,6 +178,8 @@ def test_a_stack_that_contradicts_itself_is_refused():
         "scales have another type": counted.replace(values=counted.values.astype(jnp.float8_e4m3fn)),
         "share one or two bytes": make_weight("uint5", 2, 8, 512).replace(high=jnp.zeros((8, 72), jnp.uint8)),
         "scales have another": make_weight("uint5", 2, 8, 512).replace(scales=jnp.zeros((8, 16))),
+        "offsets are not as": make_weight("uint5 with offsets", 2, 8, 512).replace(offsets=jnp.zeros((8, 16))),
+        "have other units": counted.replace(offsets=counted.offsets.replace(scales=jnp.zeros((8, 1), jnp.float16))),
     }
     for message, weight in wrong.items():
         assert not native.has_kernel(weight) or "bytes" in message
@@ -277,6 +279,7 @@ def test_scales_that_count_units_are_numpys(kind: str, size: int, units: int, ou
 @example("int8 with offsets", 750, 2, 14, 7, 0)
 @example("uint4", 192, 16, 14, 130, 0)  # parts of whole groups, the longest that there is room for
 @example("uint4", 768, 4, 14, 130, 0)
+@example("uint4", 32, 448, 14, 8, 0)  # rows for which there is no room at once
 @example("uint5", 24, 13, 14, 1, 0)
 @example("uint6 with offsets", 8, 13, 14, 70, 0)
 @example("uint6", 16, 9, 14, 2, 0)
@@ -289,13 +292,13 @@ def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outp
     check_product(product(x, weight), x, wide(weight))
 
 
-@pytest.mark.parametrize("kind", by_default(KINDS, "float32", "int8", "uint4 with offsets", "float4"))
+@pytest.mark.parametrize(
+    "kind", by_default([*KINDS, *COUNTED], "float32", "uint4 with offsets", "float4", COUNTED[1], COUNTED[6])
+)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     dense = kind in native.FLOATS
-    for inputs in (
-        192,
-        *((203, 1061, 2083) if dense else (224, 1248)),
-    ):  # some do not fill a vector; of groups: their sums do not
+    sizes = (512, 1536) if kind in COUNTED else (192, *((203, 1061, 2083) if dense else (224, 1248)))
+    for inputs in sizes:  # some do not fill a vector; of groups: their sums do not
         x, weight = normal(1, 140, inputs), make_weight(kind, 2, 51, inputs)
         together, up_to_many = np.asarray(product(x, weight)), np.asarray(product(x[:MANY], weight))
         few = 4 if inputs < 1024 else 8  # rows for which quantised values meet x before their scales
@@ -334,9 +337,9 @@ def test_sixteen_bits_of_every_width_give_the_bits_of_float32(
     np.testing.assert_array_equal(product(x, weight), product(x, weight.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", [*KINDS[1:], *COUNTED])
 def test_weights_are_widened_to_the_last_bit_but_one(kind: str):
-    weight = make_weight(kind, 3, 37, 96)
+    weight = make_weight(kind, 3, 37, 512 if kind in COUNTED else 96)
     weight = QuantisedWeight(weight) if kind in native.FLOATS else weight
     wanted = wide(weight).astype(np.float32)
     np.testing.assert_allclose(

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.models.quantisation import Format
-from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
+from ferrum_jax.models.quantisation import Format, quantised_specs
+from ferrum_jax.models.specs import ParamSpec, named_leaves, num_bytes, num_parameters
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.planning.subject import read_subject
+from ferrum_jax.planning.work import numbers_of
 from tests import tiny
 
 
@@ -46,6 +47,16 @@ def test_a_model_is_read_in_what_load_makes_of_it():
     assert {name.rpartition(".")[2] for name in oss.formats} == {"gate_up_proj", "down_proj"}
     assert set(oss.formats.values()) == {Format("float4_e2m1fn", 90, "uint8")}
     assert num_bytes(oss.specs, oss.dtype) == 13_761_264_768  # of all tensors of the published checkpoint
+
+
+def test_numbers_of_a_packed_weight_are_in_its_values_alone():
+    plain = {"w": ParamSpec((4, 256), ("heads", "embed"))}
+    counted = Format("int8", 1, "float16")
+    leaves = named_leaves(quantised_specs(plain, {"w": Format("uint6", 8, counted, counted)}))
+    assert len(leaves) == 6
+    assert {name: numbers_of(name, spec) for name, spec in leaves.items() if numbers_of(name, spec)} == {
+        "w.values": 1024
+    }
 
 
 def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path):

@@ -127,14 +127,19 @@ def _has_kernel_for_scales(values: str, scales: Any, offsets: Any) -> bool:
         if values in (UINT5, UINT6):
             return {part.dtype for part in (scales, offsets) if part is not None} == {jnp.dtype(jnp.float16)}
         return scales.dtype.name in FLOATS and (offsets is None or offsets.dtype in (scales.dtype, jnp.float32))
-    run = scales.shape[-1] // scales.scales.shape[-1]
-    same = [part for part in (scales, offsets) if part is not None]
+    parts = [part for part in (scales, offsets) if part is not None]
     return (
         values in ("int8", *UINTS)
-        and run in RUNS
-        and all(isinstance(part, QuantisedWeight) and part.scales.dtype == jnp.float16 for part in same)
-        and all(part.scales.shape == scales.scales.shape for part in same)
+        and all(map(_counts_units, parts))
+        and scales.shape[-1] in [run * scales.scales.shape[-1] for run in RUNS]
+        and all(part.scales.shape == scales.scales.shape for part in parts)
     )
+
+
+def _counts_units(part: Any) -> bool:
+    if not isinstance(part, QuantisedWeight) or part.offsets is not None or part.high is not None:
+        return False
+    return part.values.dtype == jnp.int8 and getattr(part.scales, "dtype", None) == jnp.float16
 
 
 def product(x: jax.Array, weight: jax.Array | QuantisedWeight, layer: jax.Array | None = None) -> jax.Array:

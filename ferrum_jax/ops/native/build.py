@@ -51,7 +51,7 @@ def digest_sources() -> str:
 
 def unsupported() -> str | None:
     """Why there are no kernels for this system and processor, or None."""
-    if platform.system() != "Linux":  # never tried elsewhere: pieces of work need some 100 KB of a pool thread's stack
+    if platform.system() != "Linux":  # never tried elsewhere: pieces of work need more than 1 MB of stack
         return "the kernels are for Linux so far"
     machine = platform.machine().lower()
     return None if machine in SETS else f"there are none for {machine}"

@@ -79,7 +79,9 @@ const char* describe_units(const ffi::RemainingArgs& parts, size_t at, int64_t c
   auto found = parts.get<ffi::Buffer<ffi::F16>>(at);
   if (!found.has_value()) return "scales in bytes count units in float16";
   const int64_t own = found->dimensions()[found->dimensions().size() - 1];
-  a->run = a->groups == 8 * own ? 3 : 4;
+  const int64_t run = a->groups == 8 * own ? 3 : 4;
+  if (a->scale_units && run != a->run) return "offsets have other units than scales";
+  a->run = run;
   if (own < 1 || a->groups != own << a->run || int64_t(found->element_count()) != count * a->outputs * own)
     return "eight or sixteen groups share a unit";
   *units = found->untyped_data();
@@ -137,7 +139,7 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
   if (!is_of_groups(*offsets)) return "each group of each weight has an offset";
   if (a->kind == Kind::kFloat4) return "floats of four bits have no offsets";
-  const bool is_other = a->scale_kind == Kind::kInt8 || a->offset_kind != Kind::kFloat32;
+  const bool is_other = a->scale_kind == Kind::kInt8 || upper_bits(a->kind) || a->offset_kind != Kind::kFloat32;
   if (a->offset_kind != a->scale_kind && is_other) return "offsets are not as the scales";
   a->offsets = offsets->untyped_data();
   return a->scale_kind == Kind::kInt8 ? describe_units(parts, next, *count, a, &a->offset_units) : nullptr;
@@ -184,6 +186,13 @@ void multiply(ffi::ThreadPool& pool, const Linear& a) {
   });
 }
 
+// Prepares x once for all threads, in a frame of its own: products of many rows need not have the room.
+[[gnu::noinline]] void multiply_few(ffi::ThreadPool& pool, Linear a) {
+  alignas(64) float room[kRoom];
+  if (kernels->prepare(a, room)) a.prepared = room;
+  multiply(pool, a);
+}
+
 // All rows of x [X, K] with one weight: the only one [N, K], or that of a layer in a stack [L, N, K].
 ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::RemainingArgs parts, FloatResult y) {
   Linear a{};
@@ -205,9 +214,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::Remai
   a.y = to;
   a.is_few = a.rows <= (a.inputs < kLong ? kFew : kFewOfLong);
   a.by_panels = kernels->has_panels && a.rows > kMany;
-  alignas(64) float room[kRoom];
-  if (a.is_few && kernels->prepare(a, room)) a.prepared = room;
-  multiply(pool, a);
+  a.is_few ? multiply_few(pool, a) : multiply(pool, a);
   return ffi::Error::Success();
 }
 

@@ -11,8 +11,8 @@ enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kUint5
 struct Linear {
   const float* const* x;  // `rows` pointers to K numbers each
   float* const* y;        // as many to N
-  const void* weight;     // [N, K]; 4 bits: [N, K / 2], byte i of a group has its column i low, i + half of it high
-  const void* high;       // of 5 and 6 bits the upper ones: bytes or pairs of them [N, K / 8], for four bytes of the others
+  const void* weight;     // [N, K]; 4, 5 and 6 bits: [N, K / 2], byte i of a group has its column i low, i + half of it high
+  const void* high;       // upper bits of 5 and 6: uint8 or uint16 [N, K / 8], one for each four bytes of `weight`; or null
   const void* scales;     // [N, groups], or null
   const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8, 16 or 32 of unsigned values means 0
   const void* scale_units;   // float16 [N, groups >> run]: scales of kInt8 count these; else null
@@ -74,7 +74,9 @@ struct Kernels {
   const char* name;
   bool has_panels;                                             // of the weight, for many rows
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
-  bool (*prepare)(const Linear&, float* room);  // the rows of x of a product of few, if kRoom numbers are room enough
+  // Brings the few rows of x into the order in which they are multiplied; false if they stay as they are, or if kRoom
+  // numbers are too few for them.
+  bool (*prepare)(const Linear&, float* room);
   void (*widen)(const Linear&, float* to, int64_t first, int64_t last);  // a range of the weight's rows, to float32
   void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
   void (*join)(const Attention&, int64_t item);                // of batch * kv_heads: parts to outputs

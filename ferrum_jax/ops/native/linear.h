@@ -363,7 +363,8 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 }
 
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
-// is to know it (0: it does not). Scales and offsets of int8 count the units of their runs. Integers of four bits without offsets have one of -8 scales.
+// is to know it (0: it does not). Scales and offsets of int8 count the units of their runs. Unsigned values without offsets
+// have the offset -scale * half their range (8, 16, 32).
 template <class V, class S, class O, int kSize> struct Quantised {
   static constexpr int kUpper = Upper<V>::kBits;
   static constexpr bool kIsUnsigned = std::is_same_v<V, Nibbles> || kUpper > 0;
@@ -377,8 +378,8 @@ template <class V, class S, class O, int kSize> struct Quantised {
   int64_t inputs, groups, any_size, run;
 
   explicit Quantised(const Linear& a)
-      : values(static_cast<const V*>(a.weight)), upper(static_cast<const UpperWord*>(a.high)), scales(static_cast<const S*>(a.scales)),
-        offsets(static_cast<const O*>(a.offsets)), scale_units(static_cast<const Float16*>(a.scale_units)),
+      : values(static_cast<const V*>(a.weight)), upper(static_cast<const UpperWord*>(a.high)),
+        scales(static_cast<const S*>(a.scales)), offsets(static_cast<const O*>(a.offsets)), scale_units(static_cast<const Float16*>(a.scale_units)),
         offset_units(static_cast<const Float16*>(a.offset_units)), inputs(a.inputs), groups(a.groups),
         any_size(a.inputs / a.groups), run(a.run) {}
   int64_t size() const { return kSize ? kSize : any_size; }
@@ -453,7 +454,7 @@ void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, i
     int64_t k = 0;
 #if defined(__AVX512F__)
     if (w.size() == kLanes) {
-      store(to, load_both(p, upper) * scale + offset);
+      store(to, load_group16(p, upper) * scale + offset);
       continue;
     }
 #endif
@@ -493,8 +494,9 @@ void widen_row(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, int6
 // Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
 //
 // Bytes meet x as it is. Nibbles are taken from 32-bit words, the j-th of a word with a mask instead of a shift, so that it
-// counts 16^j fold but for the last, and what upper bits it has are put before it; x is in the order in which they then come, each number divided by as much. Floats of
-// four bits are looked up, as they are. A step is a vector of words, which has some groups or a part of one.
+// counts 16^j fold but for the last, and the upper bits that it may have are put before it; x is in the order in which they
+// then come, each number divided by as much. Floats of four bits are looked up, as they are. A step is a vector of words,
+// which has some groups or a part of one.
 constexpr int64_t kStepBytes = 4 * kLanes, kStepNumbers = 8 * kLanes;
 constexpr int64_t kLeastGroup = 8;
 constexpr int64_t kTile = 12;  // rows of the weight whose scales are widened together
@@ -518,7 +520,7 @@ template <class V, class S, class O, int kSize> int64_t prepared_inputs(const Qu
 }
 template <class V, class S, class O, int kSize>
 void prepare(const Quantised<V, S, O, kSize>& w, const float* x, float* prepared, float* sums) {
-  for (int64_t g = 0; g < w.groups; g++) {
+  for (int64_t g = 0; w.has_offsets() && g < w.groups; g++) {
     Vector sum = {};
     for (int64_t k = g * w.size(); k < (g + 1) * w.size(); k += kLanes) sum += load(x + k);
     sums[g] = total(sum);
@@ -641,17 +643,16 @@ inline void multiply_groups(const Quantised<V, S, O, kSize>& w, int64_t n, const
 }
 
 // Rows of a quantised weight that meet B rows of x together.
-template <bool kIsPacked, int kUpper, int kSize, int B> constexpr int rows_beside() {
+template <bool kIsPacked, int kUpper, int B> constexpr int rows_beside() {
   if (kUpper && B > 2) return 2;  // what takes apart the numbers of a word is done once for all rows of x
   if (kIsPacked && (B == 1 || kManyRegisters)) return 4;
-  if (B == 1 && kSize == 16) return 2;  // its sums wait for each other
   return B == 1 ? 1 : B == 2 ? 3 : kManyRegisters ? 2 : 1;
 }
 
 // Outputs n to n + count of B rows; at most a tile. Within the caller the compiler keeps sums in memory.
 template <int B, class V, class S, class O, int kSize>
 [[gnu::noinline]] void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
-  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, Upper<V>::kBits, kSize, B>();
+  constexpr int R = rows_beside<Quantised<V, S, O, kSize>::kIsPacked, Upper<V>::kBits, B>();
   for (int64_t i = 0; i < count;) {
     Vector sums[R][B];
 #pragma GCC unroll 4
@@ -747,15 +748,13 @@ template <class V> void quantised_by_scales(const Linear& a, int64_t first, int6
   by_scales<V>(a, [&](auto* s, auto* o) {
     using S = std::decay_t<decltype(*s)>;
     using O = std::decay_t<decltype(*o)>;
-    if constexpr (std::is_same_v<S, int8_t> && std::is_same_v<V, int8_t>)
-      if (a.inputs == 16 * a.groups) return quantised<V, S, O, 16>(a, first, last);
     a.inputs == 32 * a.groups ? quantised<V, S, O, 32>(a, first, last) : quantised<V, S, O, 0>(a, first, last);
   });
 }
 // The order of x depends on the values' type and the groups alone.
 template <class V> bool prepare_for(const Linear& a, float* room) {
   const Quantised<V, float, float, 0> w(a);
-  if (!can_prepare(w) || a.rows > rows_of_room(w)) return false;
+  if (!can_prepare(w) || a.rows > rows_of_room(w) || (!w.kIsPacked && !w.has_offsets())) return false;
   prepare_rows(w, a.x, a.rows, room);
   return true;
 }

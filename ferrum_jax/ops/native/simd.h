@@ -241,11 +241,12 @@ inline Vector number_of(Integers words, Integers, int j, Nibbles) {
   return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
 }
 inline Vector number_of(Integers words, Integers, int j, Float4) { return lowest_float4(words >> 4 * j); }
+// The same with the upper bits before the lower four: those of number j are `bits` bits from bit `bits * j` of `upper` on.
 template <class V> inline Vector number_of(Integers words, Integers upper, int j, V) {
   constexpr int bits = Upper<V>::kBits, mask = (1 << bits) - 1;
-  if (j < 7)
-    return __builtin_convertvector((words & (15 << 4 * j)) | ((upper << (4 * j + 4 - bits * j)) & (mask << (4 * j + 4))), Vector);
-  return __builtin_convertvector(((words >> 28) & 15) | ((upper >> (7 * bits - 4)) & (mask << 4)), Vector);
+  const Integers lower = j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15;
+  const Integers moved = j < 7 ? upper << (4 * j + 4 - bits * j) : upper >> (7 * bits - 4);
+  return __builtin_convertvector(lower | (moved & (mask << (j < 7 ? 4 * j + 4 : 4))), Vector);
 }
 
 // A vector of bytes, or of pairs of them, as integers; and the first ones, then zeros.
@@ -301,8 +302,8 @@ inline Integers both_of(const void* p) {
   const __m512i shifts = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
   return (Integers)_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_set1_epi64x(bytes)), shifts);
 }
-inline Vector load_both(const Nibbles* p, const uint8_t*) { return __builtin_convertvector(both_of(p) & 15, Vector); }
-inline Vector load_both(const Float4* p, const uint8_t*) { return lowest_float4(both_of(p)); }
+inline Vector load_group16(const Nibbles* p, const uint8_t*) { return __builtin_convertvector(both_of(p) & 15, Vector); }
+inline Vector load_group16(const Float4* p, const uint8_t*) { return lowest_float4(both_of(p)); }
 #endif
 
 inline Integers lanes_from(int64_t first) {
@@ -312,18 +313,16 @@ inline Integers lanes_from(int64_t first) {
 }
 
 // Four rows of four numbers at `from`, turned into columns that are `stride` numbers apart, each times its factor.
-typedef float Four __attribute__((vector_size(16)));
 inline void turn_four(const float* const* from, float* to, int64_t stride, const float* factors) {
-  Four rows[4];
-  for (int i = 0; i < 4; i++) std::memcpy(&rows[i], from[i], sizeof(Four));
-  const Four a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), b = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
-  const Four c = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7), d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
-  const Four columns[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
-                           __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
-  for (int i = 0; i < 4; i++) {
-    const Four scaled = columns[i] * factors[i];
-    std::memcpy(to + i * stride, &scaled, sizeof(Four));
-  }
+#if defined(__x86_64__)
+  __m128 a = _mm_loadu_ps(from[0]), b = _mm_loadu_ps(from[1]), c = _mm_loadu_ps(from[2]), d = _mm_loadu_ps(from[3]);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  const __m128 columns[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) _mm_storeu_ps(to + i * stride, _mm_mul_ps(columns[i], _mm_set1_ps(factors[i])));
+#else
+  for (int i = 0; i < 4; i++)
+    for (int row = 0; row < 4; row++) to[i * stride + row] = from[row][i] * factors[i];
+#endif
 }
 
 // Of each lane the lane of v that `from` names.
@@ -353,12 +352,13 @@ inline Vector load_first(const float* p, int64_t n) {
   return _mm256_maskload_ps(p, _mm256_loadu_si256((const __m256i*)(kMask + 8 - n)));
 }
 #endif
-// Of each lane the upper bits of the word that `words` names, of the first `count`, at most four.
+// For each lane i p[words[i]]; `words` are below `count`, which is at most four.
 template <class W> inline Integers load_upper(const W* p, int count, Integers words) {
 #if defined(__AVX2__)
   uint64_t few = 0;
   std::memcpy(&few, p, size_t(count) * sizeof(W));
-  const __m128i bytes = _mm_cvtsi64_si128(int64_t(few)), own = sizeof(W) == 1 ? _mm_cvtepu8_epi32(bytes) : _mm_cvtepu16_epi32(bytes);
+  const __m128i bytes = _mm_cvtsi64_si128(int64_t(few));
+  const __m128i own = sizeof(W) == 1 ? _mm_cvtepu8_epi32(bytes) : _mm_cvtepu16_epi32(bytes);
 #if defined(__AVX512F__)
   return (Integers)_mm512_permutexvar_epi32((__m512i)words, _mm512_castsi128_si512(own));
 #else
@@ -384,7 +384,7 @@ template <class V, class W> inline void load_numbers(const V* p, const W* upper,
   }
 }
 #if defined(__AVX512F__)
-template <class V, class W> inline Vector load_both(const V* p, const W* upper) {
+template <class V, class W> inline Vector load_group16(const V* p, const W* upper) {
   constexpr int bits = Upper<V>::kBits, mask = ((1 << bits) - 1) << 4;
   const Integers lanes = lanes_from(0), shift = (lanes & 3) * (2 * bits) + (lanes >> 3) * bits;
   const Integers own = load_upper(upper, 2, (lanes & 7) >> 2) << 4 >> shift;
