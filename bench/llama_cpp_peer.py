@@ -45,8 +45,12 @@ def _library() -> tuple[Any, Any]:
 def quantise_file(source: Path, target: Path, file_type: str) -> None:
     """Quantises a GGUF file to one of llama.cpp's file types, such as Q4_K_M."""
     lib, _ = _library()
+    prefix = "LLAMA_FTYPE_MOSTLY_"
+    if not hasattr(lib, prefix + file_type):
+        known = sorted(name.removeprefix(prefix) for name in dir(lib) if name.startswith(prefix))
+        raise SystemExit(f"--file-type is {file_type}, llama.cpp has {', '.join(known)}")
     params = lib.llama_model_quantize_default_params()
-    params.ftype, params.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{file_type}"), os.cpu_count() or 1
+    params.ftype, params.nthread = getattr(lib, prefix + file_type), os.cpu_count() or 1
     if code := lib.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params)):
         raise RuntimeError(f"llama_model_quantize to {file_type} gave {code}")
 

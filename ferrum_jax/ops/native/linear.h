@@ -379,7 +379,8 @@ template <class V, class S, class O, int kSize> struct Quantised {
 
   explicit Quantised(const Linear& a)
       : values(static_cast<const V*>(a.weight)), upper(static_cast<const UpperWord*>(a.high)),
-        scales(static_cast<const S*>(a.scales)), offsets(static_cast<const O*>(a.offsets)), scale_units(static_cast<const Float16*>(a.scale_units)),
+        scales(static_cast<const S*>(a.scales)), offsets(static_cast<const O*>(a.offsets)),
+        scale_units(static_cast<const Float16*>(a.scale_units)),
         offset_units(static_cast<const Float16*>(a.offset_units)), inputs(a.inputs), groups(a.groups),
         any_size(a.inputs / a.groups), run(a.run) {}
   int64_t size() const { return kSize ? kSize : any_size; }
@@ -460,7 +461,7 @@ void widen_packed(const Quantised<V, S, O, kSize>& w, int64_t n, int64_t from, i
 #endif
     for (; k + kLanes <= half; k += kLanes) {
       Vector low, high;
-      load_numbers(p + k, upper + k / 4, &low, &high);
+      load_numbers(p + k, w.kUpper ? upper + k / 4 : upper, &low, &high);
       store(to + k, low * scale + offset);
       store(to + half + k, high * scale + offset);
     }
