@@ -130,7 +130,7 @@ def test_experts_that_are_packed_one_by_one_are_kept_as_a_stack(kind: str, tmp_p
     for found, leaf in zip(jax.tree.leaves(models.dequantise(kept)), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-7)  # offsets of float32 scales are rounded
     prompt = tiny.prompt("qwen3_moe")[:7]
-    wanted = np.asarray(models.forward(plain, jnp.asarray([prompt]), cfg))[0]
+    wanted = np.asarray(jax.jit(models.forward)(plain, jnp.asarray([prompt]), cfg))[0]
     for layout in (None, "checkpoint"):
         with ferrum_jax.load(path, engine=replace(ENGINE, quantize="keep", dtype="float32"), layout=layout) as runner:
             np.testing.assert_allclose(runner.forward_verify("a", prompt), wanted, rtol=0, atol=LOGITS)
@@ -179,7 +179,7 @@ def test_scales_of_scales_are_saved_and_served(tmp_path: Path):
     orbax.save(tmp_path / "saved", kept, cfg)
     tiny.assert_same_tree(ferrum_jax.load_params(tmp_path / "saved", "float32", quantize="keep")[0], kept)
     prompt = list(range(3, 12))
-    wanted = np.asarray(models.forward(models.dequantise(kept), jnp.asarray([prompt]), cfg))[0]
+    wanted = np.asarray(jax.jit(models.forward)(models.dequantise(kept), jnp.asarray([prompt]), cfg))[0]
     for layout in LAYOUTS:
         with ferrum_jax.from_params(lay_out(kept, cfg, layout), cfg, engine=ENGINE) as runner:
             np.testing.assert_allclose(runner.forward_verify("a", prompt), wanted, rtol=0, atol=LOGITS)

@@ -34,7 +34,7 @@ CHANGED = replace(
     DRAWN, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 1.5, 8: -2.0},
     allowed_token_ids=list(range(50)), min_tokens=3, stop_token_ids=[7], logprobs=2,
 )  # fmt: skip
-POINT = ("resid_post", 1)
+POINT = ("resid_post", 0)
 REPORTED = "token_ids", "logprobs", "processed_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"
 
 
@@ -48,8 +48,9 @@ def edits(cfg: ModelConfig) -> dict[Any, Edit[Any]]:
 
 
 def model(name: str) -> tuple[Any, ModelConfig]:
-    """A tiny model of two layers, which compile sooner than three: one with a window, and one of experts."""
-    config = tiny.CONFIGS[name] | {"num_hidden_layers": 2, "sliding_window_pattern": 2}
+    """A tiny model of as few layers as have a window or experts, which compile soonest."""
+    layers = 1 if name == "qwen3_moe" else 2
+    config = tiny.CONFIGS[name] | {"num_hidden_layers": layers, "sliding_window_pattern": 2}
     return tiny.tiny_params(config), ModelConfig.from_hf(config)
 
 
@@ -97,7 +98,7 @@ def computed(folder: Path, name: str, adapter: str | None = None, **options: Any
         return models.log_probs(params, tokens, cfg, temperature=temperatures, **options).mean()
 
     asked = {"capture": [POINT, ("pattern", 1)], "interventions": edits(cfg), "logits": np.array([[3, 4], [0, 13]])}
-    logits, captured = models.run(params, tokens, cfg, **asked, **options)
+    logits, captured = jax.jit(lambda params: models.run(params, tokens, cfg, **asked, **options))(params)
 
     def generate(params: Any) -> Any:
         how = Sampling(temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2)

@@ -150,16 +150,17 @@ def test_functions_and_edits_of_a_head_a_position_and_a_row_do_the_same():
     mask = np.zeros((batch, length, cfg.num_attention_heads, 1), bool)
     mask[1, 4:9, 3] = True
     value = jax.random.normal(jax.random.key(1), (cfg.head_dim,))
-    by_edit = models.forward(params, tokens, cfg, interventions={("z", 0): replace_with(value, mask)})
+    logits = jax.jit(lambda edits: models.forward(params, tokens, cfg, interventions=edits))
+    by_edit = logits({("z", 0): replace_with(value, mask)})
 
     def change(z: jax.Array, positions: jax.Array) -> jax.Array:
         assert (z.shape[:2], positions.shape) == ((batch, length), (batch, length))
         here = (positions >= 4) & (positions < 9) & (jnp.arange(batch)[:, None] == 1)
         return z.at[:, :, 3].set(jnp.where(here[..., None], value, z[:, :, 3]))
 
-    by_function = models.forward(params, tokens, cfg, interventions={"blocks.0.attn.hook_z": change})
+    by_function = jax.jit(lambda: models.forward(params, tokens, cfg, interventions={"blocks.0.attn.hook_z": change}))()
     np.testing.assert_array_equal(by_edit, by_function)
-    plain = models.forward(params, tokens, cfg)
+    plain = logits({})
     np.testing.assert_array_equal(by_edit[0], plain[0])
     np.testing.assert_array_equal(by_edit[1, :4], plain[1, :4])
     assert float(jnp.abs(by_edit[1, 4:] - plain[1, 4:]).max()) > 1e-3

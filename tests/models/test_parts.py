@@ -175,10 +175,11 @@ def test_log_probabilities_and_their_gradients_are_those_of_all_logits(name: str
         agree(jax.jit(jax.grad(blocked, has_aux=True))(params), both)
     others = (tokens * 5 + 1) % cfg.vocab_size
     steering = jnp.ones((cfg.num_hidden_layers, cfg.hidden_size))
-    found = models.log_probs(params, tokens, cfg, targets=others, block=8, steering=steering)
-    agree(found, likelihood(models.forward(params, tokens, cfg, steering=steering), others))
-    found = models.log_probs(params, tokens, cfg, targets=others, temperature=0.7)
-    agree(found, likelihood(models.forward(params, tokens, cfg) / 0.7, others))
+    scores = jax.jit(partial(models.log_probs, cfg=cfg, targets=others), static_argnames=("block", "temperature"))
+    logits = jax.jit(partial(models.forward, cfg=cfg))
+    found = scores(params, tokens, block=8, steering=steering)
+    agree(found, likelihood(logits(params, tokens, steering=steering), others))
+    agree(scores(params, tokens, temperature=0.7), likelihood(logits(params, tokens) / 0.7, others))
     for temperature in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidParameterError, match="temperature is"):
             models.log_probs(params, tokens, cfg, temperature=temperature)
@@ -241,15 +242,15 @@ def test_a_temperature_may_be_an_argument_of_a_program(shape: tuple[int, ...], c
     tokens = tokens_of("qwen3")
     given = jax.jit(lambda t: models.log_probs(params, tokens, cfg, temperature=t))
     found = given(jnp.full(shape, 0.7, jnp.float32))
-    agree(found, models.log_probs(params, tokens, cfg, temperature=0.7))
+    fixed = jax.jit(models.log_probs, static_argnames=("cfg", "temperature"))
+    agree(found, fixed(params, tokens, cfg, temperature=0.7))
     warm = jnp.asarray(np.linspace(0.5, 2.0, 4, dtype=np.float32) if shape else np.float32(2.0))
     compiles.clear()
     found = given(warm)
     assert not compiles
     for at, temperature in enumerate(np.broadcast_to(warm, 4)):
-        own = models.log_probs(params, tokens[at : at + 1], cfg, temperature=float(temperature))
-        agree(found[at : at + 1], own)
-    slope = jax.grad(lambda t: models.log_probs(params, tokens, cfg, temperature=t).sum())(jnp.float32(0.7))
+        agree(found[at : at + 1], fixed(params, tokens, cfg, temperature=float(temperature))[at : at + 1])
+    slope = jax.grad(lambda t: given(t).sum())(jnp.float32(0.7))
     assert np.isfinite(slope)
     assert slope
 
@@ -258,7 +259,7 @@ def test_a_tiny_temperature_takes_nothing_from_the_likeliest_token():
     """Logits that are divided first overflow; optimised, XLA rounds them in two ways at 1e-4 already."""
     params, cfg = model("qwen3")
     tokens = tokens_of("qwen3")[:1, :6]
-    likeliest = models.forward(params, tokens, cfg).argmax(axis=-1)
+    likeliest = jax.jit(models.forward)(params, tokens, cfg).argmax(axis=-1)
     for temperature in (1e-4, 1e-40, jnp.full(1, 1e-37, jnp.float32)):
         scored = jax.jit(partial(models.log_probs, cfg=cfg, targets=likeliest, temperature=temperature))
         found = scored(params, tokens)

@@ -1,7 +1,9 @@
 """Attention over parts, merged, is attention over the whole."""
 
 import itertools
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -13,15 +15,11 @@ TOLERANCE = 1e-6  # float32
 ROWS, KEYS, WIDTH = 5, 23, 7
 
 
+together = jax.jit(partial(merge, parts=((0, 4), (4, 2), (6, 1)), dtype=jnp.dtype(jnp.float32), interpret=True))
+
+
 def merged(outs: np.ndarray, log_sums: np.ndarray) -> np.ndarray:
-    found = merge(
-        jnp.asarray(outs, jnp.float32),
-        jnp.asarray(log_sums * LOG2E, jnp.float32),
-        parts=((0, 4), (4, 2), (6, 1)),
-        dtype=jnp.dtype(jnp.float32),
-        interpret=True,
-    )
-    return np.asarray(found)
+    return np.asarray(together(jnp.asarray(outs, jnp.float32), jnp.asarray(log_sums * LOG2E, jnp.float32)))
 
 
 def attention(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

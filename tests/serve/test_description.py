@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,8 @@ FEW, MANY = 5, int(os.environ.get("CASES", "1000"))  # cases for each endpoint
 
 def run_cases(server: RunningServer, count: int, chosen: int) -> dict[int, int]:
     """Sends so many cases to each endpoint, within and without what is described; returns how often what came back."""
+    import schemathesis  # takes seconds
+
     schema: Any = schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json", trust_env=False).json())
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:

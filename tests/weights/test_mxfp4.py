@@ -141,10 +141,10 @@ def test_it_is_kept(source: str, tmp_path: Path):
     read = named_leaves(models.dequantise(kept))
     for name, stack in products.items():
         np.testing.assert_array_equal(read[name], stack, err_msg=name)
+    tokens = tiny.prompt("gpt_oss")[:9]
+    wanted = np.asarray(jax.jit(models.forward)(models.dequantise(kept), jnp.array([tokens]), cfg))[0]
     wishes: list[dict[str, Any]] = [{}, {"layout": "checkpoint"}, {"attention": "xla"}]
     for options in wishes:
-        tokens = tiny.prompt("gpt_oss")[:9]
-        wanted = np.asarray(models.forward(models.dequantise(kept), jnp.array([tokens]), cfg))[0]
         with ferrum_jax.load(path, "float32", max_seqs=1, kv_capacity=16, quantize="keep", **options) as runner:
             assert set(formats_of(runner.params).values()) == set(formats_of(kept).values())
             assert runner.model_info().dtype is DataType.INT4
