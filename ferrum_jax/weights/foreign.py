@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
@@ -135,7 +136,7 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
     if short := [path for path, leaf in found.items() if list(leaf.shape) != shapes[path]]:
         raise ConfigError(f"the rules leave out a part of {listed(short, ', ')}")
     if like is None:
-        return _nested(found)
+        return unflatten_dict(found, sep=".")
     check_no_problems("this tree has other leaves", differences(_shapes(named_leaves(like)), shapes))
     return jax.tree_util.tree_map_with_path(lambda path, _: found[name_of(path)], like)
 
@@ -397,17 +398,6 @@ def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
 def _stored_shape(spec: ParamSpec) -> list[int]:
     axes = spec.stored or range(len(spec.shape))
     return [spec.shape[axes.index(axis)] for axis in range(len(spec.shape))]
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *keys, last = path.split(".")
-        at = tree
-        for key in keys:
-            at = at.setdefault(key, {})
-        at[last] = leaf
-    return tree
 
 
 def _shapes(leaves: Mapping[str, Any]) -> dict[str, list[int]]:
