@@ -203,6 +203,12 @@ class Answers:
         """True once every answer was read to its end."""
         return all(choice.is_ended for choice in self.choices)
 
+    def usage(self) -> dict[str, Any]:
+        """Counts the tokens so far as OpenAI does: a prompt counts once for all of its answers."""
+        prompts = sum(len(group[0].prompt) for group in self.groups)
+        generated = sum(choice.num_taken for choice in self.choices)
+        return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+
     async def next(self) -> list[Piece]:
         """Waits for new pieces of answers, and returns them.
 
@@ -275,10 +281,3 @@ def scored_only(request: Request) -> Request:
     if request.num_unscored == 0:
         request.finish_reason = "length"
     return request
-
-
-def usage_of(groups: Sequence[Sequence[Request]], choices: Sequence[AnswerProgress]) -> dict[str, Any]:
-    """Counts tokens as OpenAI does: a prompt counts once for all of its answers."""
-    prompts = sum(len(group[0].prompt) for group in groups)
-    generated = sum(choice.num_taken for choice in choices)
-    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}

@@ -11,11 +11,11 @@ from starlette.types import ASGIApp
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import AnswerProgress, Answers, Piece, make_group, usage_of
+from ferrum_jax.serve.answers import AnswerProgress, Answers, Piece, make_group
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
-from ferrum_jax.serve.generation import LONG, EventStream, Reply, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
 from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
@@ -23,14 +23,12 @@ from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, 
 from ferrum_jax.serve.tools.forms import call_form, special_tokens
 from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
 
-_CHUNK = "chat.completion.chunk"
-
 
 async def chat(service: Service, http: HttpRequest) -> ASGIApp:
     """Answers a request."""
     body = await read_json(service, http, ChatBody)
     tool_format = _format_of(service, body)
-    reply = new_reply(service, "chatcmpl", "chat.completion", body.model)
+    head = new_head(service, "chatcmpl", "chat.completion", body.model)
     async with contextlib.AsyncExitStack() as stack:
 
         def make(adapter: ActiveLoraAdapter | None) -> list[list[Request]]:
@@ -42,12 +40,12 @@ async def chat(service: Service, http: HttpRequest) -> ASGIApp:
             while not answers.is_over:
                 for piece in await answers.next():
                     readers[piece.choice.index].read(piece)
-            usage = usage_of(answers.groups, answers.choices)
+            usage = answers.usage()
             note(http, completion_tokens=usage["completion_tokens"])
             request = answers.choices[0].request
 
             def whole() -> JsonAnswer:
-                told = reply.head() | {"choices": [reader.whole() for reader in readers], "usage": usage}
+                told = head | {"choices": [reader.whole() for reader in readers], "usage": usage}
                 if body.prompt_logprobs is not None:
                     told["prompt_logprobs"] = prompt_report(
                         service.vocabulary, request.prompt, request.scores, request.top_scores
@@ -57,14 +55,19 @@ async def chat(service: Service, http: HttpRequest) -> ASGIApp:
                 return JsonAnswer(told)
 
             return await service.run(whole) if usage["total_tokens"] > LONG else whole()
-        chunks = _chunks(service, http, body, reply, answers, readers)
+        chunks = _chunks(service, http, body, head | {"object": "chat.completion.chunk"}, answers, readers)
         return EventStream(http, stack.pop_all(), chunks, answers.caller.deadline)
 
 
 async def _chunks(
-    service: Service, http: HttpRequest, body: ChatBody, reply: Reply, answers: Answers, readers: Sequence["_Reader"]
+    service: Service,
+    http: HttpRequest,
+    body: ChatBody,
+    head: dict[str, Any],
+    answers: Answers,
+    readers: Sequence["_Reader"],
 ) -> AsyncIterator[bytes]:
-    usages, head = UsageChunks(body, answers), reply.head(_CHUNK)
+    usages = UsageChunks(body, answers)
     for reader in readers:
         first = {"index": reader.choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         chunk = head | {"choices": [first | {"finish_reason": None}]}
@@ -77,7 +80,7 @@ async def _chunks(
                 yield usages.of(head | {"choices": [choice]})
         service.metrics.count_tokens(answers.choices)
     note(http, completion_tokens=usages.total()["completion_tokens"])
-    yield usages.last(Reply(reply.id, _CHUNK, reply.model, reply.created))
+    yield usages.last(head)
 
 
 def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:

@@ -10,10 +10,10 @@ from starlette.types import ASGIApp
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group, scored_only, usage_of
+from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group, scored_only
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
-from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
 from ferrum_jax.serve.prompting import check_length, tokenizer_of
 from ferrum_jax.serve.schema import CompletionBody
 from ferrum_jax.serve.service import Service
@@ -23,7 +23,7 @@ from ferrum_jax.serve.vocabulary import TextLogprobs, prompt_report
 async def complete(service: Service, http: HttpRequest) -> ASGIApp:
     """Answers a request."""
     body = await read_json(service, http, CompletionBody)
-    reply = new_reply(service, "cmpl", "text_completion", body.model)
+    head = new_head(service, "cmpl", "text_completion", body.model)
     n = body.n or 1
     async with contextlib.AsyncExitStack() as stack:
 
@@ -36,14 +36,14 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
             await answers.rest()
             for choice in answers.choices:
                 service.count_answer(choice, str(choice.request.finish_reason))
-            usage = usage_of(answers.groups, answers.choices)
+            usage = answers.usage()
             note(http, completion_tokens=usage["completion_tokens"])
 
             def whole() -> JsonAnswer:
-                return JsonAnswer(reply.head() | {"choices": [one.whole() for one in writers], "usage": usage})
+                return JsonAnswer(head | {"choices": [one.whole() for one in writers], "usage": usage})
 
             return await service.run(whole) if usage["total_tokens"] > LONG else whole()
-        usages, head = UsageChunks(body, answers), reply.head()
+        usages = UsageChunks(body, answers)
 
         async def chunks() -> AsyncIterator[bytes]:
             while not answers.is_over:
@@ -57,7 +57,7 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
                         yield usages.of(head | {"choices": [told]})
                 service.metrics.count_tokens(answers.choices)
             note(http, completion_tokens=usages.total()["completion_tokens"])
-            yield usages.last(reply)
+            yield usages.last(head)
 
         return EventStream(http, stack.pop_all(), chunks(), answers.caller.deadline)
 

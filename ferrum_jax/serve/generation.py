@@ -6,7 +6,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Answers, Caller, DisconnectError, usage_of
+from ferrum_jax.serve.answers import Answers, Caller, DisconnectError
 from ferrum_jax.serve.errors import ApiError, bad_request, dump
 from ferrum_jax.serve.prompting import TOO_LONG
 from ferrum_jax.serve.schema import SamplingBody
@@ -27,23 +26,10 @@ DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
 
-@dataclass(frozen=True, eq=False)
-class Reply:
-    """The fields that all chunks and answers of one request share."""
-
-    id: str
-    kind: str  # OpenAI's name of the object
-    model: str
-    created: int
-
-    def head(self, kind: str | None = None) -> dict[str, Any]:
-        """Returns the fields."""
-        return {"id": self.id, "object": kind or self.kind, "created": self.created, "model": self.model}
-
-
-def new_reply(service: Service, prefix: str, kind: str, model: str | None) -> Reply:
-    """Returns a reply with a new id."""
-    return Reply(f"{prefix}-{secrets.token_hex(16)}", kind, model or service.name, int(time.time()))
+def new_head(service: Service, prefix: str, kind: str, model: str | None) -> dict[str, Any]:
+    """Returns the fields that a request's chunks and whole answer share; `kind` is OpenAI's name of the object."""
+    own = f"{prefix}-{secrets.token_hex(16)}"
+    return {"id": own, "object": kind, "created": int(time.time()), "model": model or service.name}
 
 
 async def begin(
@@ -111,13 +97,13 @@ class UsageChunks:
             chunk["usage"] = None
         return event(chunk)
 
-    def last(self, reply: Reply) -> bytes:
+    def last(self, head: dict[str, Any]) -> bytes:
         """Returns the last chunk, with the counts; empty if the request did not ask for it."""
-        return event(reply.head() | {"choices": [], "usage": self.total()}) if self._at_end else b""
+        return event(head | {"choices": [], "usage": self.total()}) if self._at_end else b""
 
     def total(self) -> dict[str, Any]:
         """Returns the counts so far."""
-        return usage_of(self._answers.groups, self._answers.choices)
+        return self._answers.usage()
 
 
 def event(value: Any) -> bytes:
