@@ -35,7 +35,7 @@ class TokenBytes:
         self.can_spell_all = bool(self._letters) or '"ByteFallback"' in decoder
 
     def of(self, token_id: int) -> bytes:
-        """Returns the bytes of a token; empty for an id beyond the vocabulary."""
+        """Returns the bytes of a token, perhaps parts of characters; empty for an id beyond the vocabulary."""
         if self._tokenizer is None:
             return b""
         if token_id in self.added:
@@ -50,6 +50,10 @@ class TokenBytes:
         if self._has_marks:
             return token.replace(_SPACE, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
+        """Returns the text of a token, with U+FFFD for incomplete characters; with `by_id`, `token_id:` and the id."""
+        return f"token_id:{token_id}" if by_id else self.of(token_id).decode("utf-8", "replace")
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is special, so that it is not part of the text."""

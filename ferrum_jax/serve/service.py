@@ -18,6 +18,7 @@ from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.intake import capacity_of
 from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.serve.admission import Admission
@@ -26,7 +27,6 @@ from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavaila
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.tools.choice import choose_format
-from ferrum_jax.serve.vocabulary import Vocabulary
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Service:
         template = None if llm.tokenizer is None else llm.tokenizer.template_for(tools=True)
         self.tool_format = choose_format(settings.tool_parser, template)
         self.admission = Admission(llm.engine.scheduler.max_rows, settings.max_waiting)
-        self.vocabulary = Vocabulary(llm.tokenizer)
+        self.vocabulary = TokenBytes(llm.tokenizer)
         self.metrics = Metrics(self.name)
         self.started = int(time.time())
         self.adapters: dict[str, str] = {}  # paths by name

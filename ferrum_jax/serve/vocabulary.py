@@ -1,4 +1,4 @@
-"""`Vocabulary`: texts and bytes of tokens, for reports of log-probabilities."""
+"""Reports of log-probabilities, with the texts and bytes of tokens."""
 
 import codecs
 from collections.abc import Mapping
@@ -6,32 +6,11 @@ from typing import Any
 
 from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.token_bytes import TokenBytes
-from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.schema import finite
 
 
-class Vocabulary:
-    """The spelling of a tokenizer's single tokens; without a tokenizer they have no text."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        """Reads how the tokenizer spells bytes and spaces."""
-        self._spelling = TokenBytes(tokenizer)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, which may be parts of characters; empty for an id beyond the vocabulary."""
-        return self._spelling.of(token_id)
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a token is special, so that it is not part of the text."""
-        return self._spelling.is_special(token_id)
-
-    def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
-        """Returns the text of a token, with U+FFFD for incomplete characters; with `by_id`, `token_id:` and the id."""
-        return f"token_id:{token_id}" if by_id else self.bytes_of(token_id).decode("utf-8", "replace")
-
-
 def prompt_report(
-    vocabulary: Vocabulary,
+    vocabulary: TokenBytes,
     ids: list[int],
     scores: list[float],
     top: list[dict[int, float]],
@@ -58,7 +37,7 @@ class TextLogprobs:
     A character of several tokens counts for the token that completes it. Special tokens count if `has_special`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, by_id: bool | None, has_special: bool = True):
+    def __init__(self, vocabulary: TokenBytes, *, by_id: bool | None, has_special: bool = True):
         self._vocabulary, self._by_id, self._has_special = vocabulary, by_id, has_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -99,7 +78,7 @@ class TextLogprobs:
 
     def _length(self, token: int, echo: str | None) -> int:
         """Returns how many characters a token completes in the text; for the prompt, in its text `echo`."""
-        piece = self._decoder.decode(self._vocabulary.bytes_of(token))
+        piece = self._decoder.decode(self._vocabulary.of(token))
         if echo is None:
             return len(piece) if self._has_special or not self._vocabulary.is_special(token) else 0
         if echo.startswith(piece, self._offset):
@@ -110,13 +89,13 @@ class TextLogprobs:
 
 
 def chat_logprobs(
-    vocabulary: Vocabulary, tokens: list[TokenChoice], num_top: int, *, by_id: bool | None
+    vocabulary: TokenBytes, tokens: list[TokenChoice], num_top: int, *, by_id: bool | None
 ) -> dict[str, Any]:
     """Reports log-probabilities as `/v1/chat/completions` does."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = vocabulary.text_of(token, by_id=by_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(vocabulary.bytes_of(token))}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(vocabulary.of(token))}
 
     return {
         "content": [

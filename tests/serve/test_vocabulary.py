@@ -7,8 +7,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.generate.tokenizer import Tokenizer
-from ferrum_jax.serve.vocabulary import TextLogprobs, Vocabulary, chat_logprobs
+from ferrum_jax.serve.vocabulary import TextLogprobs, chat_logprobs
 
 TEXT = "Grüße, 世界! \U0001f600 two  spaces"
 
@@ -37,11 +38,11 @@ def sentencepiece() -> Tokenizer:
 def test_the_bytes_of_tokens_concatenate_to_the_text(make: Any):
     tokenizer = make()
     ids = tokenizer.encode(TEXT)
-    vocabulary = Vocabulary(tokenizer)
-    assert b"".join(map(vocabulary.bytes_of, ids)).decode() == TEXT == tokenizer.decode(ids)
+    vocabulary = TokenBytes(tokenizer)
+    assert b"".join(map(vocabulary.of, ids)).decode() == TEXT == tokenizer.decode(ids)
     assert vocabulary.text_of(ids[2]) == "\ufffd"  # a half of ü
     assert vocabulary.text_of(ids[0], by_id=True) == f"token_id:{ids[0]}"
-    assert vocabulary.bytes_of(10_000) == b""
+    assert vocabulary.of(10_000) == b""
 
 
 def test_a_space_is_part_of_a_token_where_a_text_would_lose_it():
@@ -49,19 +50,19 @@ def test_a_space_is_part_of_a_token_where_a_text_would_lose_it():
     space = tokenizer.encode(" ")
     tokenizer.backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)])
     assert tokenizer.decode(space) == ""
-    assert [Vocabulary(tokenizer).text_of(one) for one in space] == [" "]
+    assert [TokenBytes(tokenizer).text_of(one) for one in space] == [" "]
 
 
 def test_special_tokens_are_spelled_out_and_no_tokenizer_spells_nothing():
     tokenizer = byte_level()
     (end,) = tokenizer.encode("<end>")
-    assert Vocabulary(tokenizer).bytes_of(end) == b"<end>"
-    assert Vocabulary(None).text_of(3) == ""
+    assert TokenBytes(tokenizer).of(end) == b"<end>"
+    assert TokenBytes(None).text_of(3) == ""
 
 
 def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tokens():
     tokenizer = byte_level()
-    vocabulary, text = Vocabulary(tokenizer), "aü世b"
+    vocabulary, text = TokenBytes(tokenizer), "aü世b"
     ids = tokenizer.encode(text, add_special_tokens=False)
     (end,) = tokenizer.encode("<end>")
     entries: Any = [(one, None, None) for one in (end, *ids, end, ids[0])]
@@ -74,7 +75,7 @@ def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tok
 
 
 def test_minus_infinity_is_told_as_a_number_and_the_likeliest_of_one_text():
-    vocabulary = Vocabulary(byte_level())
+    vocabulary = TokenBytes(byte_level())
     half, other = (byte_level().encode(one)[0] for one in ("ü", "世"))
     inf = float("inf")
     told = TextLogprobs(vocabulary, by_id=False).report(
