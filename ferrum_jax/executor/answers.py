@@ -1,7 +1,7 @@
 """Reads the outputs of steps: from arrays on the device to one answer per row."""
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -103,19 +103,23 @@ def read_part(
         match output:
             case AllLogits():
                 assert logits is not None
-                _add(answers, row, _Logits(logits[run].copy()))
+                _add(answers, row, logits[run].copy())
             case VerifiedTokens(settings):
                 assert chosen is not None
-                each = [chosen.at(index, settings) for index in range(run.start, run.stop)]
-                _add(answers, row, _ChoicePiece(each))
+                _add(answers, row, [chosen.at(index, settings) for index in range(run.start, run.stop)])
             case Distributions():
                 assert probabilities is not None
-                _add(answers, row, _Logits(probabilities[run].copy()))
+                _add(answers, row, probabilities[run].copy())
             case TargetScores(_, with_alternatives, score_settings):
                 packed, *tops = (array[run].copy() for array in scores)
-                tops = tops if with_alternatives else (None, None)
-                own = None if score_settings is None or processed is None else processed[run].copy()
-                _add(answers, row, _ScorePiece(packed, tops[0], tops[1], own))
+                found = Scores(
+                    logprobs=packed[:, 1].copy().view(np.float32),
+                    greedy_ids=packed[:, 0],
+                    top_ids=tops[0] if with_alternatives else None,
+                    top_logprobs=tops[1] if with_alternatives else None,
+                    processed=None if score_settings is None or processed is None else processed[run].copy(),
+                )
+                _add(answers, row, found)
 
 
 class _Choices:
@@ -149,51 +153,24 @@ def _scores(part: StepPart, fetch: Any) -> list[NDArray[Any]]:
     return [fetch(array) for array in (found if with_tops else found[:1])]
 
 
-class _Logits(NamedTuple):
-    rows: NDArray[np.float32]  # [n, V]
-
-
-class _ChoicePiece(NamedTuple):
-    choices: list[TokenChoice]
-
-
-class _ScorePiece(NamedTuple):
-    packed: NDArray[np.int32]  # [n, 2]
-    top_ids: NDArray[np.int32] | None  # [n, k]
-    top_logprobs: NDArray[np.float32] | None
-    processed: NDArray[np.float32] | None  # [n]
-
-
 def _add(answers: list[Answer], index: int, piece: Any) -> None:
     if answers[index] is None:
         answers[index] = []
     answers[index].append(piece)
 
 
-def join_answer(answer: list[Any]) -> Answer:
+def join_answer(pieces: list[Any]) -> Answer:
     """Joins the pieces of a row's answer, one from each of its steps."""
-    match answer[0]:
-        case _Logits():
-            return np.concatenate([piece.rows for piece in answer])
-        case _ChoicePiece():
-            return [choice for piece in answer for choice in piece.choices]
-        case _ScorePiece():
-            packed = np.concatenate([piece.packed for piece in answer])
-            top_ids = top_logprobs = None
-            if answer[0].top_ids is not None:
-                top_ids, top_logprobs = (np.concatenate([piece[at] for piece in answer]) for at in (1, 2))
-            logprobs = packed[:, 1].copy().view(np.float32)
-            processed = None
-            if answer[0].processed is not None:
-                processed = np.concatenate([piece.processed for piece in answer])
-            return Scores(
-                logprobs=logprobs,
-                greedy_ids=packed[:, 0],
-                top_ids=top_ids,
-                top_logprobs=top_logprobs,
-                processed=processed,
-            )
-    return answer
+    match pieces[0]:
+        case np.ndarray():
+            return np.concatenate(pieces)
+        case Scores():
+            joined: dict[str, Any] = {}
+            for name in (field.name for field in fields(Scores)):
+                parts = [getattr(piece, name) for piece in pieces]
+                joined[name] = None if parts[0] is None else np.concatenate(parts)
+            return Scores(**joined)
+    return [choice for piece in pieces for choice in piece]
 
 
 def _read_captured(part: StepPart, captured: dict[int, list[CapturedPiece]], device: DeviceState) -> None:
