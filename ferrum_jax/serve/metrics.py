@@ -1,14 +1,10 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for it work."""
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.generate.llm import LLM
@@ -19,30 +15,6 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-
-
-class TokenGaps(Collector):
-    """Histogram of the time between two tokens, under both of vLLM's names; one observation for every token."""
-
-    def __init__(self, model: str):
-        """Makes an empty histogram."""
-        self._model = model
-        self._counts = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket; the last has no upper bound
-        self._seconds = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Counts one time."""
-        self._counts[bisect_left(TOKEN_SECONDS, seconds)] += 1
-        self._seconds += seconds
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yields the histogram under each name."""
-        bounds = [*map(str, TOKEN_SECONDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
-            found = HistogramMetricFamily(name, "Time between two tokens.", labels=["model_name"])
-            found.add_metric([self._model], buckets, self._seconds)
-            yield found
 
 
 class Metrics:
@@ -74,8 +46,10 @@ class Metrics:
         for reason in ("stop", "length", "abort"):  # so that they are reported from the start, as 0
             self.finished.labels(model_name=model, finished_reason=reason)
         self.first = one(Histogram, "vllm:time_to_first_token_seconds", "Time to the first token.", buckets=SECONDS)
-        self.gaps = TokenGaps(model)
-        self.registry.register(self.gaps)
+        self.gaps = [  # under both of vLLM's names; one observation for every token
+            one(Histogram, name, "Time between two tokens.", buckets=TOKEN_SECONDS)
+            for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+        ]
         self.mean_gap = one(Histogram, "vllm:request_time_per_output_token_seconds",
                             "Mean time between two tokens of an answer.", buckets=TOKEN_SECONDS)  # fmt: skip
         self.whole = one(Histogram, "vllm:e2e_request_latency_seconds", "Time of an answer.", buckets=REQUEST_SECONDS)
@@ -94,7 +68,8 @@ class Metrics:
         """Counts the times between tokens that were taken since the last call."""
         for choice in choices:
             for gap in choice.gaps:
-                self.gaps.observe(gap)
+                for histogram in self.gaps:
+                    histogram.observe(gap)
             choice.gaps.clear()
 
     def count_lookup(self, first: Request) -> None:
