@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +30,8 @@ from ferrum_jax.sharding.mesh import EXPERT, MODEL
 PADDING = -1  # as a run's first index: the run is zeros, not numbers of the model
 Run = tuple[int, int]  # first index, or PADDING, and length
 Runs = tuple[Run, ...]
-Leaf = Any  # an array, or a QuantisedWeight of arrays
+Reader = Callable[[tuple[Runs, ...]], Any]  # in place of an array in a file: reads runs of every dimension
+Leaf = Any  # an array or a Reader, or a QuantisedWeight of them
 Spec = ParamSpec | QuantisedWeight[ParamSpec]
 _UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # by logical axis: adjacent rows that stay together on one device
 
@@ -278,19 +279,10 @@ def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
     return 2 if spec.values.dtype == "uint8" else 1
 
 
-@runtime_checkable
-class Slices(Protocol):
-    """An array in a file, of which parts can be read."""
-
-    def read(self, runs: tuple[Runs, ...]) -> Any:
-        """Reads runs of every dimension into a NumPy array, with zeros for padding."""
-        ...
-
-
 def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit, int], Runs]) -> Leaf:
     """Takes the runs `runs(split, size)` of every divided dimension; `size` is the dimension's size in the model."""
     if isinstance(spec, QuantisedWeight):
-        if isinstance(leaf.values, Slices):
+        if callable(leaf.values):
             return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs))
         weight = _weight_spec(spec)
         *rows, columns = dim_splits(weight, division)
@@ -300,9 +292,9 @@ def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit,
                 leaf = jax.tree.map(lambda part, dim=dim, own=own: take(part, dim, own), leaf)
         return leaf if columns is None else _take_columns(leaf, columns, runs(columns, weight.shape[-1]))
     found = dim_splits(spec, division)
-    if isinstance(leaf, Slices):
+    if callable(leaf):
         sizes = zip(spec.shape, found, strict=True)
-        return leaf.read(tuple(((0, size),) if split is None else runs(split, size) for size, split in sizes))
+        return leaf(tuple(((0, size),) if split is None else runs(split, size) for size, split in sizes))
     for dim, split in enumerate(found):
         if split is not None:
             leaf = take(leaf, dim, runs(split, spec.shape[dim]))

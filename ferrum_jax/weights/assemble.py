@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import differences, listed
 from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.models.division import PADDING, Runs, Slices
+from ferrum_jax.models.division import PADDING, Reader, Runs
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> np.ndarray: ...  # noqa: D102
 
-    def slices(self, name: str) -> Slices | None: ...  # noqa: D102  # None: the tensor can only be read whole
+    def reader(self, name: str) -> Reader | None: ...  # noqa: D102  # None: the tensor can only be read whole
 
 
 def assemble(
@@ -74,9 +74,10 @@ def assemble(
     def read(name: str) -> Any:
         form, own = formats.get(name), wanted[name].dtype or dtype
         if placed.division is not None and (form is None or form.dtype in NARROW):
-            found = [source.slices(part) for part in apart.get(name, (name,))]
-            if all(one is not None for one in found):
-                lazy = CastSlices(tuple(found), is_stack=name in apart, dtype=own if form is None else form.dtype)
+            parts = apart.get(name, (name,))
+            readers = [one for one in map(source.reader, parts) if one is not None]
+            if len(readers) == len(parts):
+                lazy = partial(read_cast, readers, own if form is None else form.dtype, name in apart)
                 return lazy if form is None else QuantisedWeight(values=lazy)
         if name not in apart:
             return read_one(name, form, own)
@@ -92,26 +93,18 @@ def assemble(
     return from_names(tree, leaves)
 
 
-@dataclass(frozen=True)
-class CastSlices:
-    """A parameter in its files, cast as parts of it are read; a stack of experts may be stored as one tensor each."""
-
-    parts: tuple[Any, ...]  # `Slices`
-    is_stack: bool
-    dtype: str
-
-    def read(self, runs: tuple[Runs, ...]) -> np.ndarray:
-        """Reads runs of every dimension."""
-        kind = jnp.dtype(self.dtype)
-        if not self.is_stack:
-            return self.parts[0].read(runs).astype(kind, copy=False)
-        found = np.zeros([sum(count for _, count in own) for own in runs], kind)
-        at = 0
-        for start, count in runs[0]:
-            for index in range(count if start != PADDING else 0):
-                found[at + index] = self.parts[start + index].read(runs[1:])
-            at += count
-        return found
+def read_cast(parts: Sequence[Reader], dtype: str, is_stack: bool, runs: tuple[Runs, ...]) -> np.ndarray:
+    """Reads runs of every dimension of a parameter, and casts them; a stack of experts has a part for each."""
+    kind = jnp.dtype(dtype)
+    if not is_stack:
+        return parts[0](runs).astype(kind, copy=False)
+    found = np.zeros([sum(count for _, count in own) for own in runs], kind)
+    at = 0
+    for start, count in runs[0]:
+        for index in range(count if start != PADDING else 0):
+            found[at + index] = parts[start + index](runs[1:])
+        at += count
+    return found
 
 
 def put_recipe(

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from ferrum_jax.models.division import Runs
+from ferrum_jax.models.division import Reader, Runs
 from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
@@ -92,18 +93,6 @@ def read_text(path: Path) -> str:
         raise InvalidFormatError(f"{path} is not UTF-8: {problem}") from None
 
 
-@dataclass(frozen=True)
-class TensorSlices:
-    """A tensor in its file, of which parts can be read (`Slices` of models/division.py)."""
-
-    path: Path
-    name: str
-
-    def read(self, runs: tuple[Runs, ...]) -> np.ndarray:
-        """Reads runs of every dimension, with zeros for padding."""
-        return read_runs(self.path, self.name, runs)
-
-
 class SafetensorsSource:
     """The tensors of a folder. Each read opens the file again, so that at most one tensor is in memory."""
 
@@ -138,11 +127,11 @@ class SafetensorsSource:
             is_stack = self._scheme.packing == MXFP4
             return decode_stack(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
-    def slices(self, name: str) -> "TensorSlices | None":
-        """Returns a tensor of which parts can be read; None for a quantised one or one with another order of axes."""
+    def reader(self, name: str) -> Reader | None:
+        """Returns what reads parts of a tensor; None for a quantised one or one with another order of axes."""
         if name in self._packed or name in self._axes or name not in self._file_of:
             return None
-        return TensorSlices(self._file_of[name], name)
+        return partial(read_runs, self._file_of[name], name)
 
     def stored_dtypes(self) -> dict[str, str]:
         """Returns the dtype of every 16-bit tensor; stacks of experts stored one by one are listed, too."""

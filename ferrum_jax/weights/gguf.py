@@ -92,7 +92,7 @@ class GgufSource:
 
         return self._take(name, make)
 
-    def slices(self, name: str) -> None:
+    def reader(self, name: str) -> None:
         """Returns None: no tensor can be read in parts."""
 
     def stored_dtypes(self) -> dict[str, str]:

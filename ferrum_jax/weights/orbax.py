@@ -228,7 +228,7 @@ class OrbaxSource:
             found = named_leaves(checkpointer.restore(self.path / PARAMS, args=args))
         return {name: found[name] for name in wanted}
 
-    def slices(self, name: str) -> None:
+    def reader(self, name: str) -> None:
         """Returns None: no tensor can be read in parts."""
 
     def _check_files(self) -> None:
