@@ -10,6 +10,7 @@ own queries, keys and values are adjacent. Everything here follows from a leaf's
 take NumPy arrays and JAX arrays, which may be traced.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -191,15 +192,13 @@ def take(array: Any, dim: int, runs: Runs) -> Any:
 # a group, all groups are split first: the same numbers with more scales.
 
 
-def group_size(columns: int, groups: int, split: DimSplit | None, *, unit: int) -> int:
+def group_size(columns: int, groups: int, split: DimSplit, *, unit: int) -> int:
     """Returns how many columns share one scale on the mesh; `unit` columns share bytes, so that they stay together.
 
     Raises:
         UnsupportedError: columns that share a byte would lie on different devices.
     """
     size = columns // groups
-    if split is None or (groups == 1 and unit == 1):
-        return size
     edges = [number for part in split.parts for start, count in part for number in (max(start, 0), count)]
     found = math.gcd(size, *edges)
     if found % unit:
@@ -354,7 +353,8 @@ def is_plain(spec: Spec, division: Division) -> bool:
     sizes = zip(dim_splits(weight, division), weight.shape, strict=True)
     if any(split is not None and split.whole != ((0, size),) for split, size in sizes):
         return False  # in another order, with padding or with copies
-    own, its = (jax.tree.leaves(one, is_leaf=is_spec) for one in (spec, _spec_on_mesh(spec, division)))
+    trees = spec, specs_on_mesh({"": spec}, division)
+    own, its = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in trees)
     return [part.shape for part in own] == [part.shape for part in its]
 
 
@@ -363,43 +363,12 @@ def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:
     return jax.tree.map(lambda spec: _spec_on_mesh(spec, division), specs, is_leaf=is_weight_spec)
 
 
+@functools.lru_cache(maxsize=4096)  # most layers have equal specs, and tracing takes a millisecond
 def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
-    weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
-    found = dim_splits(weight, division)
-    shape = tuple(
-        size if split is None else _length(split.whole) for size, split in zip(weight.shape, found, strict=True)
-    )
-    if not isinstance(spec, QuantisedWeight):
-        return replace(spec, shape=shape)
-    return _quantised_on_mesh(spec, weight.shape[-1], shape, found[-1])
-
-
-def _quantised_on_mesh(
-    spec: QuantisedWeight[ParamSpec], columns: int, shape: tuple[int, ...], split: DimSplit | None
-) -> QuantisedWeight[ParamSpec]:
-    """Spec of a quantised weight of `columns` columns that has `shape` on the mesh, where `split` divides those."""
-    values = replace(spec.values, shape=(*shape[:-1], shape[-1] // _packing(spec)))
-    if spec.scales is None:
-        return QuantisedWeight(values=values)
-    groups = spec.scales.shape[-1]
-    if _has_one_scale(spec):
-        split = None
-    size = group_size(columns, groups, split, unit=8 if spec.high is not None else _packing(spec))
-    if split is None:
-        num_groups, own = groups, None
-    else:
-        num_groups, own = shape[-1] // size, _in_groups(split, size)
-
-    def part(kept: ParamSpec | QuantisedWeight[ParamSpec]) -> ParamSpec | QuantisedWeight[ParamSpec]:
-        its_shape = *shape[:-1], num_groups
-        if isinstance(kept, QuantisedWeight):
-            return _quantised_on_mesh(kept, columns // size, its_shape, own)
-        return replace(kept, shape=its_shape)
-
-    offsets, high = None if spec.offsets is None else part(spec.offsets), None
-    if spec.high is not None:
-        high = replace(spec.high, shape=(*shape[:-1], shape[-1] * spec.high.shape[-1] // columns))
-    return QuantisedWeight(values=values, scales=part(spec.scales), offsets=offsets, high=high)
+    """Spec of a leaf as `on_mesh` returns it."""
+    shapes = jax.tree.map(lambda own: jax.ShapeDtypeStruct(own.shape, own.dtype or "float32"), spec, is_leaf=is_spec)
+    there = jax.eval_shape(functools.partial(on_mesh, spec=spec, division=division), shapes)
+    return jax.tree.map(lambda own, leaf: replace(own, shape=leaf.shape), spec, there, is_leaf=is_spec)
 
 
 def _has_one_scale(spec: QuantisedWeight[ParamSpec]) -> bool:
