@@ -1,7 +1,7 @@
 """`CallObject`: a JSON object that names a function and its arguments, read one character at a time."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Generator
 from enum import Enum, auto
 
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Event
@@ -73,10 +73,9 @@ class CallObject:
         self._arguments = ""  # text of them that is read and not reported yet
         self._has_arguments = False
         self._is_told = False
-        self._key = ""
-        self._part = ""
-        self._value = JsonValue()
-        self._step: Callable[[str], list[Event]] = self._open
+        self._events: list[Event] = []  # of the character being read
+        self._reading = self._read()
+        next(self._reading)
 
     @property
     def is_call(self) -> bool:
@@ -86,121 +85,86 @@ class CallObject:
     def push(self, letter: str) -> list[Event]:
         """Takes the next character."""
         self.raw += letter
-        return self._step(letter)
+        self._events = []
+        try:
+            self._reading.send(letter)
+        except StopIteration as end:
+            self.state = end.value
+        return self._events
 
-    def _fail(self) -> list[Event]:
-        self.state = State.FAILED
-        return []
-
-    def _open(self, letter: str) -> list[Event]:
-        if letter != "{":
-            return [] if letter in SPACES else self._fail()
-        self._step = self._before_key
-        return []
-
-    def _before_key(self, letter: str) -> list[Event]:
-        if letter in SPACES:
-            return []
-        if letter == "}":
-            return self._close()
-        if letter != '"':
-            return self._fail()
-        self._part, self._value, self._step = '"', JsonValue(), self._in_key
-        self._value.takes('"')
-        return []
-
-    def _in_key(self, letter: str) -> list[Event]:
-        self._part += letter
-        if not self._value.takes(letter):
-            key = _loaded(self._part)
-            if not isinstance(key, str):
-                return self._fail()
-            self._key, self._step = key, self._colon
-        return []
-
-    def _colon(self, letter: str) -> list[Event]:
-        if letter in SPACES:
-            return []
-        if letter != ":":
-            return self._fail()
-        self._step = self._begin_value
-        return []
-
-    def _begin_value(self, letter: str) -> list[Event]:
-        if letter in SPACES:
-            return []
-        if letter in ",}]:":
-            return self._fail()
-        self._part, self._value, self._step = letter, JsonValue(), self._in_value
-        self._value.takes(letter)
-        if self._key in ("arguments", "parameters") and letter == "{" and not self._has_arguments:
-            self._step = self._in_arguments
-            self._has_arguments = True
-            self._arguments = letter
-            return self._tell()
-        return []
-
-    def _in_arguments(self, letter: str) -> list[Event]:
-        if not self._value.takes(letter):
-            self._step = self._after_value
-        self._arguments += letter
-        return self._tell()
-
-    def _tell(self) -> list[Event]:
-        """Returns the new text of the arguments as events, if the name is known."""
-        if self._name is None or not self._arguments:
-            return []
-        text, self._arguments = self._arguments, ""
-        return [Arguments(text)] if self._is_told else self._begin(text)
-
-    def _begin(self, text: str) -> list[Event]:
-        assert self._name is not None
-        self._is_told = True
-        return [CallBegin(self._name), Arguments(text)]
-
-    def _in_value(self, letter: str) -> list[Event]:
-        goes_on = self._value.takes(letter)
-        if goes_on or not self._value.is_scalar:
-            self._part += letter
-        if goes_on:
-            return []
-        self._step = self._after_value
-        events = self._take_value()
-        if self._value.is_scalar and self.state is State.READING:
-            events += self._after_value(letter)
-        return events
-
-    def _take_value(self) -> list[Event]:
-        if self._key == "name":
-            name = _loaded(self._part)
-            if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
-                return self._fail()
-            if self._name is None:
-                self._name = name
-            return self._tell()
-        if self._key in ("arguments", "parameters") and not self._has_arguments:
-            held = _loaded(self._part)
-            if held is None:
-                held = "{}"
-            if not isinstance(held, str):
-                return self._fail()
-            self._has_arguments, self._arguments = True, held
-            return self._tell()
-        return []
-
-    def _after_value(self, letter: str) -> list[Event]:
-        if letter in SPACES:
-            return []
-        if letter == ",":
-            self._step = self._before_key
-            return []
-        return self._close() if letter == "}" else self._fail()
-
-    def _close(self) -> list[Event]:
+    def _read(self) -> Generator[None, str, State]:
+        """Reads the object; each character is sent."""
+        if (yield from _next_letter()) != "{":
+            return State.FAILED
+        while (letter := (yield from _next_letter())) != "}":
+            key = _loaded((yield from _value(letter))[0]) if letter == '"' else None
+            if not isinstance(key, str) or (yield from _next_letter()) != ":":
+                return State.FAILED
+            letter, after = (yield from _next_letter()), ""
+            if letter in ",}]:":
+                return State.FAILED
+            if key in ("arguments", "parameters") and letter == "{" and not self._has_arguments:
+                yield from self._stream_arguments(letter)
+            else:
+                text, after = yield from _value(letter)
+                if not self._take_value(key, _loaded(text)):
+                    return State.FAILED
+            after = after.strip(SPACES) or (yield from _next_letter())
+            if after == "}":
+                break
+            if after != ",":
+                return State.FAILED
         if self._name is None:
-            return self._fail()
-        self.state = State.DONE
-        return [] if self._is_told else self._begin("{}")
+            return State.FAILED
+        if not self._is_told:
+            self._tell("{}")
+        return State.DONE
+
+    def _stream_arguments(self, letter: str) -> Generator[None, str, None]:
+        self._has_arguments, value = True, JsonValue()
+        while value.takes(letter):
+            self._tell(letter)
+            letter = yield
+        self._tell(letter)
+
+    def _take_value(self, key: str, value: object) -> bool:
+        """Takes a field's value; False if it makes the object no call."""
+        if key == "name":
+            if not isinstance(value, str) or not value or (self._names is not None and value not in self._names):
+                return False
+            self._name = self._name or value
+            self._tell()
+        elif key in ("arguments", "parameters") and not self._has_arguments:
+            value = "{}" if value is None else value
+            if not isinstance(value, str):
+                return False
+            self._has_arguments = True
+            self._tell(value)
+        return True
+
+    def _tell(self, arguments: str = "") -> None:
+        """Reports the text of the arguments that is not reported yet, if the name is known."""
+        self._arguments += arguments
+        if self._name is not None and self._arguments:
+            begin = [] if self._is_told else [CallBegin(self._name)]
+            self._events += [*begin, Arguments(self._arguments)]
+            self._arguments, self._is_told = "", True
+
+
+def _next_letter() -> Generator[None, str, str]:
+    """Returns the next character that is no space."""
+    while (letter := (yield)) in SPACES:
+        pass
+    return letter
+
+
+def _value(letter: str) -> Generator[None, str, tuple[str, str]]:
+    """Reads a value from its first character on; returns its text, and the character after it if that ended it."""
+    value, text = JsonValue(), ""
+    while value.takes(letter):
+        text += letter
+        letter = yield
+    return (text, letter) if value.is_scalar else (text + letter, "")
 
 
 def _loaded(text: str) -> object:
