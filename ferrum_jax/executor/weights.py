@@ -8,21 +8,14 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
-from ferrum_jax.config import DTYPES, ModelConfig
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
+from ferrum_jax.models.quantisation import formats_of, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, name_of, named_leaves
-from ferrum_jax.ops.quantised import (
-    FLOAT4,
-    LARGEST,
-    NARROW,
-    QuantisedWeight,
-    is_packed,
-    is_quantised,
-    values_dtype,
-)
+from ferrum_jax.ops.quantised import QuantisedWeight, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import joined
 
@@ -142,62 +135,24 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
 
 
 def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec) -> list[str]:
-    """Says what is wrong with the parts of a quantised weight."""
+    """Says what is wrong with the parts of a quantised weight, given the spec of the plain one."""
     if len(spec.shape) - ("expert" in spec.axes) - ("layer" in spec.axes) < 2:
         return [f"{name} is quantised, which only matrices can be"]
-    dtype, scales, high = weight.values.dtype.name, weight.scales, weight.high
-    parts: dict[str, Any] = {
-        part: leaf for part, leaf in (("scales", scales), ("offsets", weight.offsets)) if leaf is not None
-    }
-    if dtype not in (known := (*LARGEST, *NARROW, "uint8")):
-        return [f"{name}.values are {dtype}, expected {' or '.join(known)}"]
-    if dtype in NARROW:
-        more = parts if high is None else {**parts, "high": high}
-        return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in more]
-    if scales is None:
-        return [f"{name}.scales is missing, which values in {dtype} need"]
-    if high is not None:
-        columns = weight.shape[-1]
-        shapes = [(*weight.shape[:-1], columns * more // 8) for more in (1, 2)]
-        if dtype != "uint8" or high.dtype != jnp.uint8 or high.shape not in shapes:
-            expected = f"uint8 {' or '.join(str(list(shape)) for shape in shapes)} beside values in uint8"
-            return [f"{name}.high is {high.dtype}{list(high.shape)}, expected {expected}"]
-    if (is_float4 := values_dtype(weight) == FLOAT4) and weight.offsets is not None:
-        return [f"{name}.offsets is unknown, as values in {FLOAT4} have none"]
-    inner = [_problem_of_inner(f"{name}.{part}", leaf, dtype) for part, leaf in parts.items() if is_quantised(leaf)]
-    if any(inner):
-        return [problem for problem in inner if problem]
-    problems = [
-        f"{name}.{part} is {leaf.dtype}, expected {' or '.join(DTYPES)}"
-        for part, leaf in parts.items()
-        if not is_quantised(leaf) and leaf.dtype.name not in DTYPES and not is_float4
-    ]
-    *rows, columns = weight.shape
-    groups = scales.shape[-1] if scales.shape else 0
-    evenly = 8 if high is not None else 2 if is_packed(weight) else 1
-    if scales.shape != (*rows, groups) or not groups or columns % (groups * evenly):
-        kind = {8: "groups of a multiple of eight", 2: "groups of an even size", 1: "groups"}[evenly]
-        expected = f"[{', '.join(map(str, rows))}, G], where G {kind} divide {columns} columns"
-        problems.append(f"{name}.scales has shape {list(scales.shape)}, expected {expected}")
-    elif weight.offsets is not None and weight.offsets.shape != scales.shape:
-        problems.append(
-            f"{name}.offsets has shape {list(weight.offsets.shape)}, expected {list(scales.shape)} as the scales"
-        )
+    try:
+        formats = formats_of({name: weight})
+        wanted = named_leaves(quantised_specs({name: spec}, formats))
+    except InvalidParameterError as problem:
+        return [f"{name}: {problem}"]
+    except IndexError:
+        return [f"{name} has a part that is one number, expected numbers for every row"]
+    expected = {part: f"{own.dtype}{list(own.shape)}" for part, own in wanted.items()}
+    problems = differences(_shapes_of({name: weight}), expected, "is")
+    groups, columns = formats[name].groups, spec.shape[-1]
+    evenly = 8 if weight.high is not None else 2 if is_packed(weight) else 1
+    if not problems and columns % (groups * evenly):
+        size = {8: "a multiple of eight", 2: "an even number", 1: "as many"}[evenly]
+        problems.append(f"{name}.scales has {groups} groups, expected {size} of the {columns} columns in each")
     return problems
-
-
-def _problem_of_inner(name: str, weight: QuantisedWeight[Any], of: str) -> str | None:
-    """Says what is wrong with scales or offsets, of values in `of`, that are quantised themselves."""
-    values, scales = weight.values, weight.scales
-    is_bare = weight.offsets is None and weight.high is None
-    if of not in ("int8", "uint8") or values.dtype != jnp.int8 or not is_bare:
-        return f"{name} is quantised, which must be to int8, without offsets, and for integers of eight bits or fewer"
-    if scales is None or is_quantised(scales) or scales.dtype.name not in DTYPES:
-        return f"{name}.scales is missing or of another type, expected {' or '.join(DTYPES)}"
-    count = scales.shape[-1] if scales.shape else 0
-    if not values.ndim or scales.shape != (*values.shape[:-1], count) or not count or values.shape[-1] % count:
-        return f"{name}.scales has shape {list(scales.shape)}, which does not fit values of {list(values.shape)}"
-    return None
 
 
 def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:
