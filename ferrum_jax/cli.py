@@ -139,7 +139,7 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     except FerrumError as problem:
         refusal = str(problem)
     division = None if placed is None else placed.division
-    settings = with_defaults(settings, source, device, is_divided=division is not None)
+    settings = with_defaults(settings, source, device, division=division)
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
     try:
         loaded = param_specs(source, settings.quantize, dtype, settings.layout or "checkpoint")

@@ -23,6 +23,7 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from ferrum_jax.models.division import divide
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops import native
@@ -79,9 +80,9 @@ def test_layers_are_stacked_where_kernels_read_them_in_the_stack(name: str, tmp_
     source = loading.open_checkpoint(tiny.write_folder(tmp_path, tiny.CONFIGS[model]))
     found = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"))
     assert found.layout == layout
-    assert loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"), is_divided=True).layout == (
-        settings.get("layout", "checkpoint")
-    )
+    half = divide(source.config, model=2)
+    divided = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"), division=half)
+    assert divided.layout == settings.get("layout", "checkpoint")
 
 
 def test_parameters_are_named_as_in_the_checkpoint(folder: Path):

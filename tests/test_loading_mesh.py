@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 import ferrum_jax
 from ferrum_jax import EngineConfig, models
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models.quantisation import formats_of
+from ferrum_jax.ops import native
 from ferrum_jax.weights import folder as folders
 from tests import tiny
 from tests.weights import test_packed
+from tests.weights.scalar_ggml import draw_blocks
+from tests.weights.test_gguf import write_gguf
 
 pytestmark = pytest.mark.devices
 
@@ -79,6 +85,22 @@ def test_groups_that_two_devices_share_are_read_divided_and_joined(tmp_path: Pat
         with runner:
             tiny.assert_same_tree(models.dequantise(runner.params), models.dequantise(params))
             np.testing.assert_allclose(runner.forward_verify("a", TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason="without kernels nothing is kept by default")
+def test_formats_that_the_devices_cannot_divide_are_kept_only_if_asked_for(tmp_path: Path):
+    """Three devices' shares of 64 columns end inside the bytes of groups of 32."""
+    config = tiny.CONFIGS["llama3"] | {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
+    name = "model.layers.0.mlp.down_proj.weight"
+    raw = {name: (draw_blocks("Q5_1", (96, 64), 0), GGMLQuantizationType.Q5_1)}
+    path, mesh = write_gguf(tmp_path / "model.gguf", config, raw=raw), {"model": 3}
+    plain, _ = ferrum_jax.load_params(path, "float32", quantize="none")
+    with ferrum_jax.load(path, engine=ENGINE, mesh=mesh, progress=False) as runner:
+        tiny.assert_same_tree(runner.params, plain)
+    with pytest.raises(UnsupportedError, match="quantize='none' dequantises them"):
+        ferrum_jax.load(path, engine=ENGINE, quantize="keep", mesh=mesh, progress=False)
+    with ferrum_jax.load(path, engine=ENGINE, mesh={"model": 2}, progress=False) as runner:
+        assert formats_of(runner.params)
 
 
 def test_devices_read_no_more_than_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -178,6 +178,12 @@ def test_scales_of_scales_are_saved_and_served(tmp_path: Path):
     assert set(bits.values()) == {Format("int8", columns // 256, "float16") for columns in (256, 512)}
     orbax.save(tmp_path / "saved", kept, cfg)
     tiny.assert_same_tree(ferrum_jax.load_params(tmp_path / "saved", "float32", quantize="keep")[0], kept)
+    config = tmp_path / "saved" / orbax.CONFIG
+    fields = json.loads(config.read_text())
+    fields["quantised"]["model.layers.0.mlp.down_proj.weight"]["scales"]["scales"] = "bfloat16"
+    config.write_text(json.dumps(fields))
+    with pytest.raises(InvalidFormatError, match=r"weight\.scales\.scales is float16, expected bfloat16"):
+        ferrum_jax.load_params(tmp_path / "saved", "float32", quantize="keep")
     prompt = list(range(3, 12))
     wanted = np.asarray(jax.jit(models.forward)(models.dequantise(kept), jnp.asarray([prompt]), cfg))[0]
     for layout in LAYOUTS:

@@ -27,6 +27,7 @@ from ferrum_jax.models.hooks import Edit, Point, check_interventions, check_supp
 from ferrum_jax.models.placement import ModelPlacement
 
 LAST = 2**31 - 1  # past every position
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +137,7 @@ class BoundInterventions:
             self._stacks[points] = self.placed.placement.put(self._stacked(points))
         return self._stacks[points]
 
+    @np.errstate(over="ignore")  # two scales in succession may go beyond float32, as on the device
     def _stacked(self, points: tuple[Point, ...]) -> Changes[NDArray[Any]]:
         changes = Changes.neutral(self.cfg, self.max_seqs, points)
         for one in self._bound.values():
@@ -229,8 +231,11 @@ def _checked(given: Any, cfg: ModelConfig) -> Interventions | None:
 
 def _span(start: int, stop: int | None) -> tuple[int, int]:
     """Checks the positions that are changed; returns them as int32 numbers."""
-    first = min(check_int("start", start, 0), LAST)
-    return first, LAST if stop is None else min(check_int("stop", stop, 0), LAST)
+    first = check_int("start", start, 0)
+    end = None if stop is None else check_int("stop", stop, 0)
+    if end is not None and end < first:
+        raise RequestValidationError(f"stop is {end}, expected at least start, which is {first}")
+    return min(first, LAST), LAST if end is None else min(end, LAST)
 
 
 def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype: Any) -> None:
@@ -244,3 +249,8 @@ def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype:
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         expected = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
         raise RequestValidationError(f"an edit at {point.name!r} is {leaf.dtype}, expected {expected}")
+    beyond = np.isfinite(leaf) & (np.abs(leaf) > _LARGEST)
+    if beyond.any():
+        raise RequestValidationError(
+            f"an edit at {point.name!r} has {leaf[beyond][0]:g}, expected at most {_LARGEST:g} or inf"
+        )

@@ -118,8 +118,10 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     quantised = {name_of(path): leaf for path, leaf in paths if is_quantised(leaf)}
-    if 0 in (leaf.values.ndim for leaf in quantised.values()):
-        raise InvalidParameterError("the values of a quantised weight are one number, expected a matrix")
+    for name, leaf in quantised.items():
+        if not getattr(leaf.values, "ndim", 0):
+            what = "missing" if leaf.values is None else "one number"
+            raise InvalidParameterError(f"{name}.values is {what}, expected the matrix of a quantised weight")
     given = {name_of(path): list(leaf.shape) for path, leaf in paths}
     plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
     problems = differences(given, {name: list(spec.shape) for name, spec in wanted.items()}, "has shape")

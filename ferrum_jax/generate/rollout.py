@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
 from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec, KvState
+from ferrum_jax.kvcache.state import LATENTS, CacheSpec, KvState
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     Intervention,
@@ -135,9 +136,9 @@ def generate_fn(
         given KV must be sharded alike, along its second axis.
 
     Raises:
-        InvalidParameterError: shapes disagree, `max_tokens` is below 1 or so large that positions exceed int32, or `kv`
-            has too few blocks; a token is not in the vocabulary, or a length is not from 1 to T. Traced tokens and
-            lengths are not checked: results for wrong ones are undefined.
+        InvalidParameterError: shapes disagree, `max_tokens` is below 1 or so large that positions exceed int32, `kv`
+            has too few blocks or is another model's, a token is not in the vocabulary, or a length is not from 1 to T.
+            Traced tokens and lengths are not checked: results for wrong ones are undefined.
         UnsupportedError: there are no kernels for `attention="cpu"`.
     """
     check_names(params, cfg)
@@ -183,6 +184,8 @@ def generate_fn(
         _generate, changes, cfg, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids, attention=attention
     )
     needed = batch, length + max_tokens
+    if kv is not None:
+        _check_kv(kv, cfg, attention)
     if rows is None:
         _check_blocks(kv, *needed)
     else:
@@ -280,6 +283,16 @@ def _generate(
     steps = jnp.arange(1, max_tokens, dtype=jnp.int32)
     (written, *_), later = lax.scan(decode, (kv, first.token_ids, seen, alive), steps)
     return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written
+
+
+def _check_kv(kv: KvState[jax.Array], cfg: ModelConfig, attention: str) -> None:
+    """Raises InvalidParameterError for a KV of another model; it may be one for another backend."""
+    sizes: Any = {"num_blocks": state.num_blocks(kv), "block_size": state.block_size(kv), "dtype": kv.k.dtype.name}
+    own = cache_spec(cfg, attention=attention, **sizes)
+    is_alike = (own.layout in LATENTS) == (kv.layout in LATENTS)
+    expected = state.shapes(replace(own, layout=kv.layout if is_alike else own.layout)).k.shape
+    if kv.k.shape != expected:
+        raise InvalidParameterError(f"kv.k has shape {list(kv.k.shape)}, this model's has {list(expected)}: kv_spec")
 
 
 def _check_blocks(kv: KvState[jax.Array] | None, rows: int, positions: int, parts: int = 1) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.checks import check_no_problems, differences
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
@@ -59,6 +61,17 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
         return replace(stack, shape=shape, axes=axes)
 
     return specs.map_specs(row, stack_specs(cfg, spec))
+
+
+def check_stacks(stacks: ParamTree, cfg: ModelConfig) -> None:
+    """Raises InvalidParameterError unless a tree has a stack of every projection, all of one size."""
+    given = {name: list(jnp.shape(leaf)) for name, leaf in specs.named_leaves(stacks).items()}
+    down = next((shape for name, shape in given.items() if name.endswith(".down")), [])
+    if len(down) != 3 or 0 in down:
+        raise InvalidParameterError(f"a LoRA stack `down` has shape {down}, expected [A, R, D] (models/adapters.py)")
+    wanted = stack_specs(cfg, LoraSpec(max_loras=down[0], max_rank=down[1]))
+    shapes = {name: list(spec.shape) for name, spec in specs.named_leaves(wanted).items()}
+    check_no_problems(f"these are not {down[0]} adapters of rank {down[1]} of this model", differences(given, shapes))
 
 
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:

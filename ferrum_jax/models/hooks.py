@@ -133,8 +133,10 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
             continue
         leaf = jnp.asarray(leaf)
         if not _broadcasts(leaf.shape, x.shape):
+            of, first = ("", 0) if point.name in ATTENTION else ("a token's ", 1)  # whose axes of rows are one here
+            own, each = list(leaf.shape[-(x.ndim - first) :]), list(x.shape[first:])
             raise InvalidParameterError(
-                f"{name} at {point.name!r} has shape {list(leaf.shape)}, which does not broadcast to {list(x.shape)}"
+                f"{name} at {point.name!r} has shape {own}, which does not broadcast to {of}{each}"
             )
         if not jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InvalidParameterError(f"{name} at {point.name!r} is {leaf.dtype}, expected integers")
@@ -157,11 +159,14 @@ def _returned(point: Point, found: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def edited(x: jax.Array, edit: Edit[Any]) -> jax.Array:
-    """Computes `scale * x + add` in float32 and rounds once; integers are computed in their own dtype."""
+    """Computes `scale * x + add` in float32 and rounds once; integers are computed in their own dtype.
+
+    The slope along `scale` is `x`, also at 0, but for numbers of `x` that are not finite and that a scale of 0 removes.
+    """
     wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     if edit.scale is not None:
         scale = jnp.asarray(edit.scale).astype(wide.dtype)
-        wide = jnp.where(scale == 0, jnp.zeros((), wide.dtype), wide * scale)
+        wide = jnp.where((scale == 0) & ~jnp.isfinite(wide), jnp.zeros((), wide.dtype), wide) * scale
     if edit.add is not None:
         wide = wide + jnp.asarray(edit.add).astype(wide.dtype)
     return wide.astype(x.dtype)
@@ -181,7 +186,7 @@ def hidden_points(hidden: object, attention: object, cfg: ModelConfig) -> tuple[
     states = [
         Point("resid_post", at - 1) if at else Point("resid_pre", 0) for at in _layers("hidden", hidden, last + 1)
     ]
-    return tuple(states), tuple(Point("pattern", at) for at in _layers("attention", attention, last))
+    return tuple(states), tuple(Point("pattern", at) for at in _layers("attention_weights", attention, last))
 
 
 def state_number(point: Point) -> int:

@@ -19,6 +19,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
+from ferrum_jax.models.adapters import check_stacks
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     ATTENTION,
@@ -157,6 +158,8 @@ def run(
         check_range("tokens", tokens, 0, cfg.vocab_size - 1)
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("give both `loras` and `adapters` or neither: only one of them is given")
+    if loras is not None:
+        check_stacks(loras, cfg)
     batch, length = tokens.shape
     changes = check_interventions(interventions, cfg)
     check_points([point for point in changes if point.layer is not None], cfg, first if isinstance(first, int) else 0)
@@ -402,7 +405,13 @@ def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None
 
 
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
-    """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings."""
+    """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings.
+
+    Raises:
+        InvalidParameterError: the states have another width than the model's.
+    """
+    if not x.ndim or x.shape[-1] != cfg.hidden_size:
+        raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")
 
     def compute(params: ParamTree, x: jax.Array) -> jax.Array:
         return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from ferrum_jax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from ferrum_jax.contract.checks import differences
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     FerrumError,
@@ -33,7 +34,7 @@ from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leaves, num_parameters, shapes
 from ferrum_jax.ops.quantised import is_quantised
-from ferrum_jax.weights.assemble import check_tensors
+from ferrum_jax.weights.assemble import check_problems, check_tensors
 from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.safetensors_file import check_regular
 
@@ -191,8 +192,7 @@ class OrbaxSource:
             placed.stored_shardings(self._specs),
         )
         with self._reading():
-            # before any read: if a restore fails, orbax's other reads go on running
-            check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
+            self._check_tensors()  # before any read: if a restore fails, orbax's other reads go on running
         found: dict[str, jax.Array] = {}
         for group in _groups(named_leaves(wanted)):
             read = self._restore(group)
@@ -201,11 +201,23 @@ class OrbaxSource:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the shape of every tensor, from the checkpoint's metadata."""
+        return {name: tuple(leaf.shape) for name, leaf in self._metadata().items()}
+
+    def _metadata(self) -> dict[str, Any]:
+        """Returns the shape and dtype of every tensor."""
         import orbax.checkpoint as ocp
 
         with self._reading(), ocp.StandardCheckpointer() as checkpointer:
-            found = named_leaves(checkpointer.metadata(self.path / PARAMS).item_metadata.tree)
-            return {name: tuple(leaf.shape) for name, leaf in found.items()}
+            return named_leaves(checkpointer.metadata(self.path / PARAMS).item_metadata.tree)
+
+    def _check_tensors(self) -> None:
+        """Raises InvalidFormatError for shapes that are not the model's, and dtypes that are not the formats'."""
+        found, wanted = self._metadata(), named_leaves(self._specs)
+        check_tensors(self.path / PARAMS, {name: tuple(leaf.shape) for name, leaf in found.items()}, wanted)
+        plain = named_leaves(family(self.config).param_specs(self.config))
+        parts = {name: spec.dtype for name, spec in wanted.items() if name not in plain}  # of quantised weights
+        stored = {name: found[name].dtype.name for name in parts}
+        check_problems(self.path / PARAMS, differences(stored, parts, "is"))
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor, which must exist."""

@@ -82,7 +82,11 @@ def test_a_prefill_gives_the_layers_that_its_metadata_names(runner: ModelRunner,
     ("metadata", "error", "message"),
     [
         ({"ferrum_hidden_layers": [3]}, InvalidParameterError, "hidden has the layer 3, expected 0 to 2"),
-        ({"ferrum_attention_layers": [0, 2]}, InvalidParameterError, "attention has the layer 2, expected 0 to 1"),
+        (
+            {"ferrum_attention_layers": [0, 2]},
+            InvalidParameterError,
+            "attention_weights has the layer 2, expected 0 to 1",
+        ),
         ({"ferrum_attention_layers": 1}, RequestValidationError, "expected a list of layers"),
         ({"ferrum_hidden_layers": [True]}, RequestValidationError, "ferrum_hidden_layers is True"),
     ],
@@ -107,8 +111,8 @@ def test_what_shows_nothing_says_so():
         ({"hidden": 1}, "hidden is 1, expected layers from 0 to 2"),
         ({"hidden": "0"}, "hidden is '0'"),
         ({"hidden": [0, 3]}, "hidden has the layer 3"),
-        ({"attention_weights": [2]}, "attention has the layer 2, expected 0 to 1"),
-        ({"attention_weights": [True]}, "attention has the layer True"),
+        ({"attention_weights": [2]}, "attention_weights has the layer 2, expected 0 to 1"),
+        ({"attention_weights": [True]}, "attention_weights has the layer True"),
     ],
 )
 def test_layers_that_are_not_there_are_refused_and_change_nothing(wanted: dict, message: str, runner: ModelRunner):

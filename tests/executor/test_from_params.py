@@ -3,7 +3,7 @@
 import dataclasses
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,8 @@ def counted(**changed: Any) -> QuantisedWeight:
         (quantised("int8", counted(scales=jnp.float32(1))), r"weight has a part that is one number"),
         (quantised("int8", counted(values=jnp.int8(1))), r"weight has a part that is one number"),
         (quantised("int8", jax.tree.map(lambda leaf: leaf[1:], counted())), r"\.scales\.values is int8.*, expected"),
-        (QuantisedWeight(jnp.int8(1)), r"one number, expected a matrix"),
+        (QuantisedWeight(jnp.int8(1)), r"weight\.values is one number, expected the matrix"),
+        (QuantisedWeight(cast(Any, None), jnp.ones((ROWS[0], 1))), r"weight\.values is missing, expected the matrix"),
     ],
 )  # fmt: skip
 def test_quantised_weights_whose_parts_do_not_belong_together_are_refused(

@@ -138,11 +138,18 @@ def test_a_fork_and_a_capture_are_changed_alike(runner: ModelRunner, changed: Or
         ({("z", 0): Edit(scale={"a": 1.0})}, InvalidParameterError, "expected an array of numbers"),
         ({("z", 0): lambda x, _: x}, UnsupportedError, "is a function"),
         ({("pattern", 0): Edit(scale=np.float32(0))}, UnsupportedError, "has no edits of single tokens"),
+        (
+            {("z", 0): Edit(add=1e300)},
+            RequestValidationError,
+            r"'z' has 1e\+300, expected at most 3\.40282e\+38",
+        ),
     ],
 )
 def test_what_cannot_be_bound_is_refused(runner: ModelRunner, oracle: Oracle, given: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         runner.set_interventions("a", given)
+    with pytest.raises(RequestValidationError, match="stop is 1, expected at least start, which is 3"):
+        runner.set_interventions("a", STEER, start=3, stop=1)
     close(runner.prefill("a", TOKENS), oracle(TOKENS)[-1])
     with pytest.raises(RequestValidationError, match="'a' has 20 tokens, which were computed without"):
         runner.set_interventions("a", STEER)

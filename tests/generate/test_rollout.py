@@ -1,5 +1,6 @@
 """`generate_fn`, a pure function, gives what the engine gives, and can be jitted, vmapped and differentiated."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -160,5 +161,8 @@ def test_a_kv_follows_parameters_in_float64(params: ParamTree):
 
 def test_a_kv_that_is_too_small_is_refused(params: ParamTree):
     small = state.empty(kv_spec(params, CFG, rows=2, positions=12))
+    other = replace(kv_spec(params, CFG, rows=3, positions=12), num_kv_heads=CFG.num_key_value_heads + 1)
+    with pytest.raises(InvalidParameterError, match=r"kv\.k has shape \[.*\], this model's has \["):
+        generate_fn(params, state.empty(other), TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)
     with pytest.raises(InvalidParameterError, match="3 rows of 12 positions need 3 KV blocks, there are 2"):
         generate_fn(params, small, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)

@@ -1,6 +1,8 @@
 """Adapters in the pure forward: PEFT's logits, batches that mix adapters, and what stacks may and may not change."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +257,26 @@ def test_stacks_and_adapters_go_together(params: ParamTree, stacks: ParamTree):
     cache = state.CacheSpec(num_layers=3, num_blocks=1, block_size=8, num_kv_heads=2, head_dim=20, dtype="float32")
     with pytest.raises(InvalidParameterError, match="no stacks"):
         models.family(CFG).forward(params, state.empty(cache), Batch((rows,), ones), CFG)
+
+
+def changed_up(stacks: ParamTree, change: Callable[[jax.Array], jax.Array]) -> ParamTree:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(leaf) if path[-1].key == "up" else leaf, stacks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stacks: changed_up(stacks, lambda up: up.transpose(1, 0, 2)), r"q_proj\.up has shape .*, expected"),
+        (lambda stacks: changed_up(stacks, lambda up: up[:1]), r"q_proj\.up has shape \[1, "),
+        (lambda stacks: changed_up(stacks, lambda up: up[..., 1:]), r"q_proj\.up has shape .*, expected"),
+        (lambda stacks: {"model": {"layers": stacks["model"]["layers"][1:]}}, r"layers\.2\.\S+ is missing"),
+        (lambda stacks: {}, r"a LoRA stack `down` has shape \[\], expected \[A, R, D\]"),
+        (lambda stacks: jax.tree.map(lambda leaf: leaf[0], stacks), r"`down` has shape \[\d+, \d+\], expected"),
+    ],
+)  # fmt: skip
+def test_stacks_that_are_not_the_models_are_refused(change: Any, message: str, params: ParamTree, stacks: ParamTree):
+    with pytest.raises(InvalidParameterError, match=message):
+        models.forward(params, jnp.asarray([prompt("every")]), CFG, loras=change(stacks), adapters=jnp.asarray([0]))
 
 
 @pytest.mark.usefixtures("unchecked")

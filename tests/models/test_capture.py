@@ -92,6 +92,8 @@ def test_every_family_returns_its_hidden_states_and_can_be_steered(name: str):
     logits, hidden, _ = capture(params, tokens, cfg, hidden=(0, last))
     np.testing.assert_allclose(models.logits_of(params, hidden[last], cfg), logits, atol=TOLERANCE)
     expected = models.logits_of(params, hidden[last] + vectors[-1], cfg)
+    with pytest.raises(InvalidParameterError, match=r"x has shape .*, expected \[\.\.\., D\] of D = "):
+        models.logits_of(params, hidden[last][..., 1:], cfg)
     np.testing.assert_allclose(forward(params, tokens, cfg, steering=vectors), expected, atol=TOLERANCE)
 
 
@@ -188,7 +190,7 @@ def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: li
     ("asked", "message"),
     [
         ({"hidden": [4]}, "hidden has the layer 4, expected 0 to 3"),
-        ({"attention_weights": [3]}, "attention has the layer 3, expected 0 to 2"),
+        ({"attention_weights": [3]}, "attention_weights has the layer 3, expected 0 to 2"),
         ({"hidden": [-1]}, "hidden has the layer -1"),
         ({"hidden": [True]}, "hidden has the layer True"),
         ({"hidden": 1}, "hidden is 1, expected layers"),

@@ -13,7 +13,7 @@ from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models import Edit, Point, replace_with
-from ferrum_jax.models.hooks import NAMES, check_points
+from ferrum_jax.models.hooks import NAMES, check_points, edited
 from ferrum_jax.models.layout import SCANNED, lay_out
 from tests.tiers import by_default
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
@@ -196,6 +196,25 @@ def test_gradients_of_attention_that_is_scaled_are_its_slope(point: str):
     step = (value(jnp.float32(1.25)) - value(jnp.float32(1.15))) / 0.1
     np.testing.assert_allclose(slopes, step, rtol=1e-2)
     assert abs(step) > 1e-3
+
+
+def test_the_slope_along_a_scale_of_zero_is_what_it_removes():
+    """As of the same function; numbers that are not finite are removed, and so is their slope."""
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+
+    def loss(gates: jax.Array, is_edit: bool) -> jax.Array:
+        change = Edit(scale=gates[:, None]) if is_edit else lambda z, _: z * gates[:, None]
+        return models.log_probs(params, tokens, cfg, interventions={("z", 1): change}).sum()
+
+    gates = jnp.ones(cfg.num_attention_heads).at[1].set(0).at[2].set(0.5)
+    by_edit, by_function = (jax.jit(jax.grad(partial(loss, is_edit=is_edit)))(gates) for is_edit in (True, False))
+    close(by_edit, by_function)
+    assert abs(by_edit[1]) > 1e-3
+    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0])
+    found, slopes = jax.jvp(lambda scale: edited(x, Edit(scale=scale, add=1.0)), (jnp.zeros(4),), (jnp.ones(4),))
+    np.testing.assert_array_equal(found, np.ones(4))
+    np.testing.assert_array_equal(slopes, [0, 0, 0, 3])
 
 
 @pytest.mark.parametrize("remat", by_default([False, True], False))

@@ -271,6 +271,11 @@ def test_a_wrong_shape_is_refused_by_name(tmp_path: Path):
     raw = {name: (np.zeros((48, 72), np.float32), GGMLQuantizationType.F32)}
     message = refuse(write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"], raw=raw))
     assert f"{name} has shape [48, 72], expected [72, 48]" in message
+    raw = {name: (np.zeros((72, 0), np.uint8), GGMLQuantizationType.Q4_1)}
+    path = write_gguf(tmp_path / "empty.gguf", tiny.CONFIGS["qwen3"], raw=raw)
+    for quantize in ("none", "keep", "auto"):
+        with pytest.raises(InvalidFormatError, match=r"up_proj\.weight has shape \[72, 0\], expected \[72, 48\]"):
+            ferrum_jax.load_params(path, quantize=quantize)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.02, 0.5, 0.999])
