@@ -26,7 +26,7 @@ from platformdirs import user_cache_dir
 from ferrum_jax.compile.fingerprint import Facts, describe_code, describe_settings, digest, is_edited
 from ferrum_jax.compile.private_folder import TEMPORARY, PrivateFolder
 from ferrum_jax.config.engine import CompilerOptions
-from ferrum_jax.contract.errors import ConfigError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, first_line, safe_repr
 from ferrum_jax.sharding.devices import JaxDevice
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Artifacts:
             ready = None if coming is None or coming.cancel() else coming.result()
             return artifact.load() if ready is None else ready
         except _UNUSABLE as problem:
-            self._warn(f"the step {artifact.name} on disk cannot be loaded and is compiled: {_first_line(problem)}")
+            self._warn(f"the step {artifact.name} on disk cannot be loaded and is compiled: {first_line(problem)}")
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:
@@ -146,7 +146,7 @@ class Artifacts:
         except _UNUSABLE as problem:
             self._warn(
                 "this backend's compiled steps cannot be kept, every start compiles them; "
-                f"JAX_COMPILATION_CACHE_DIR may help: {_first_line(problem)}"
+                f"JAX_COMPILATION_CACHE_DIR may help: {first_line(problem)}"
             )
             return None
         try:
@@ -229,7 +229,7 @@ def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:
         jax.jit(jax.numpy.negative).lower(nothing).compile(compiler_options=dict[str, Any](options))
     except (jax.errors.JaxRuntimeError, TypeError, ValueError) as problem:  # JAX's own, and those of its binding
         given = safe_repr(dict(options))
-        raise ConfigError(f"compiler_options {given} on {device}: {_first_line(problem)}") from problem
+        raise ConfigError(f"compiler_options {given} on {device}: {first_line(problem)}") from problem
 
 
 def build(
@@ -360,7 +360,3 @@ class _CacheHits:
 
 
 _HITS = _CacheHits()
-
-
-def _first_line(problem: BaseException) -> str:
-    return next(iter(str(problem).splitlines()), "") or type(problem).__name__

@@ -145,3 +145,8 @@ def safe_repr(value: object) -> str:
         return repr(value)
     except (RuntimeError, TypeError, ValueError):  # ValueError: an integer of thousands of digits
         return f"a {type(value).__name__} that cannot be shown"
+
+
+def first_line(problem: BaseException | str) -> str:
+    """Returns the first line of an error's text, or of a text; an error without text is named by its type."""
+    return next(iter(str(problem).splitlines()), "") or ("" if isinstance(problem, str) else type(problem).__name__)

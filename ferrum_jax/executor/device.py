@@ -325,17 +325,12 @@ class DeviceState:
     def configure(self, slot: int, settings: SlotSettings) -> None:
         """Writes the sampler settings of a slot."""
         buffer = sampler.pack_settings(slot, settings, self.sampler_spec)
-        self.write_settings(ConfigureKey(self.sampler_spec.capacity), buffer)
+        self.write(ConfigureKey(self.sampler_spec.capacity), buffer)
 
-    def write_settings(self, key: ConfigureKey, buffer: NDArray[np.int32]) -> None:
-        """Writes the sampler settings of a slot, as `sampler.pack_settings` packed them."""
+    def write(self, key: ConfigureKey | MaskKey, buffer: NDArray[np.int32]) -> None:
+        """Writes the sampler settings of a slot, or the allowed tokens of some slots."""
         program, state = self.programs.get(key), self._sampler
-        self._sampler = self._guarded(lambda: call(program, state, buffer), "configure", key, buffer)
-
-    def write_masks(self, key: MaskKey, buffer: NDArray[np.int32]) -> None:
-        """Writes the allowed tokens of some slots."""
-        program, state = self.programs.get(key), self._sampler
-        self._sampler = self._guarded(lambda: call(program, state, buffer), "write_masks", key, buffer)
+        self._sampler = self._guarded(lambda: call(program, state, buffer), "write", key, buffer)
 
     def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
         """Begins many decode steps; returns their choices, int32 `[N, D, 3]`, as `compile.multi_step.multi_step`."""

@@ -48,10 +48,8 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
             device.distributions(key, latest)
         case "score_processed":
             device.score_processed(key, latest, arrays[0])
-        case "configure":
-            device.write_settings(key, arrays[0])
-        case "write_masks":
-            device.write_masks(key, arrays[0])
+        case "write":
+            device.write(key, arrays[0])
         case "multi_step":
             device.multi_step(key, arrays[0])
         case "copy_blocks":

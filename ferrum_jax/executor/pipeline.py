@@ -362,7 +362,7 @@ class Pipeline:
             table[:, 0] = self.plan.max_seqs
             for row, (slot, mask) in zip(table, part, strict=False):
                 row[0], row[1:] = slot, mask()
-            self.device.write_masks(key, table.ravel())
+            self.device.write(key, table.ravel())
 
     def owner_of(self, cache_id: str) -> Hashable:
         """Returns the key of a sequence's prefixes: its adapter, None without one, or PRIVATE with interventions."""

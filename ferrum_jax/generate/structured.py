@@ -14,7 +14,13 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import (
+    InvalidParameterError,
+    RequestValidationError,
+    UnsupportedError,
+    first_line,
+    safe_repr,
+)
 from ferrum_jax.generate.token_bytes import GrammarVocabulary
 from ferrum_jax.generate.tokenizer import Tokenizer
 
@@ -110,7 +116,7 @@ class AnswerForm:
             table = llguidance.numpy.allocate_token_bitmask(1, self._size)
             llguidance.numpy.fill_next_token_bitmask(self._matcher, table, 0)
             if self._matcher.is_error():  # the mask is then that of an answer that has ended
-                raise RequestValidationError(_first_line(self._matcher.get_error()))
+                raise RequestValidationError(first_line(self._matcher.get_error()))
             self._mask = mask = table[0]
         return mask
 
@@ -144,7 +150,7 @@ class AnswerForm:
         self._mask = None
         if not self._matcher.consume_token(token):
             raise RequestValidationError(
-                f"the token {token} does not fit the form of the answer: {_first_line(self._matcher.get_error())}"
+                f"the token {token} does not fit the form of the answer: {first_line(self._matcher.get_error())}"
             )
 
 
@@ -186,7 +192,7 @@ class FormCompiler:
         except ValueError as problem:
             raise RequestValidationError(f"this {kind} cannot be read: {problem}") from None
         if matcher.is_error():
-            raise RequestValidationError(f"this {kind} cannot be followed: {_first_line(matcher.get_error())}")
+            raise RequestValidationError(f"this {kind} cannot be followed: {first_line(matcher.get_error())}")
         return AnswerForm(matcher, self._size)
 
 
@@ -222,10 +228,6 @@ def check_references(schema: Any) -> None:
             f"this json_schema cannot be followed: $ref and, inside of it, an $id ({safe_repr(inner)}) are not "
             "supported together"
         )
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")
 
 
 def _as_json(value: Any) -> str:

@@ -16,6 +16,7 @@ from ferrum_jax.contract.errors import (
     NetworkError,
     NotFoundError,
     RateLimitError,
+    first_line,
     safe_repr,
 )
 from ferrum_jax.weights.wheel_model import DEFAULT_MODEL, fetch_wheel_model
@@ -128,7 +129,7 @@ def _translate(error: BaseException, model: str) -> FerrumError:
         RevisionNotFoundError,
     )
 
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    reason = first_line(error)
     match error:
         case HFValidationError():
             return NotFoundError(f"no model {model}: no such path, nor is it a Hugging Face id: {reason}")
@@ -166,4 +167,4 @@ def _innermost(error: BaseException) -> str:
     """Returns the first line of the innermost error of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return first_line(error)
