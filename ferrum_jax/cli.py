@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -309,6 +310,7 @@ def convert(
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import conversion
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was written so far is removed
     print(conversion.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
 
 

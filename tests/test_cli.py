@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ferrum_jax.compile.private_folder import PrivateFolder
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.speculation import Speculation
 from ferrum_jax.models.layout import layout_of
+from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.generate.test_request import letters
 from tests.weights.test_gguf import QUANTISED, WHOLE_BLOCKS, write_gguf
@@ -254,6 +256,22 @@ def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, t
     assert answers[0] == answers[1] != "\n"
     refused(run("convert", folder, made), "AlreadyExists", "not empty")
     refused(run("convert", folder, tmp_path / "other", "--dtype", "int8"), "Config", "int8")
+
+
+def test_a_conversion_that_is_terminated_leaves_nothing(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(path: Path, *_: Any) -> None:
+        path.mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(orbax, "save", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run("convert", folder, tmp_path / "made")[0] == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_devices_lists_what_jax_sees(run: Run):

@@ -139,10 +139,10 @@ def generate_fn(
         InvalidParameterError: shapes disagree, `max_tokens` is below 1 or so large that positions exceed int32, `kv`
             has too few blocks or is another model's, a token is not in the vocabulary, or a length is not from 1 to T.
             Traced tokens and lengths are not checked: results for wrong ones are undefined.
-        UnsupportedError: there are no kernels for `attention="cpu"`.
+        UnsupportedError: `attention` cannot serve the model.
     """
     check_names(params, cfg)
-    check_backend(attention)
+    check_backend(attention, params, cfg)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
     if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:

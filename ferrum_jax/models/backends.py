@@ -12,7 +12,9 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, SCANNED, layout_specs
 from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import attention_cpu, native
+from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -45,10 +47,13 @@ def cache_spec(cfg: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
     )
 
 
-def check_backend(attention: str | None) -> None:
-    """Raises UnsupportedError for the backend `cpu` where there are no kernels."""
+def check_backend(attention: str | None, params: ParamTree, cfg: ModelConfig) -> None:
+    """Raises UnsupportedError for the backend `cpu` without kernels, and for `tpu` if it cannot serve the model."""
     if attention == "cpu":
         attention_cpu.check()
+    dtype = activation_dtype(params).name
+    if attention == "tpu" and (obstacle := _obstacle(attention, cfg, dtype, dtype, 128, None)) is not None:
+        raise UnsupportedError(f"attention {attention!r}: {obstacle}")
 
 
 def choose_attention(

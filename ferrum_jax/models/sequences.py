@@ -143,10 +143,10 @@ def run(
         InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
             array has a wrong shape, a token id is outside the vocabulary, a hook point is unknown or lies before
             `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no `inputs_embeds`.
-        UnsupportedError: the model does not have a hook point, or there are no kernels for `attention="cpu"`.
+        UnsupportedError: the model does not have a hook point, or `attention` cannot serve it.
     """
     check_names(params, cfg)
-    check_backend(attention)
+    check_backend(attention, params, cfg)
     if not isinstance(remat, bool) and remat != "products":
         raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
     first = _check_first_layer(first_layer, cfg, inputs_embeds)

@@ -242,6 +242,8 @@ def test_the_kernels_backend_is_refused_where_there_are_none(monkeypatch: pytest
     monkeypatch.setattr(native, "library", lambda: "they were not built")
     with pytest.raises(UnsupportedError, match="attention 'cpu' has no kernels: they were not built"):
         models.forward(params, jnp.array([[1]]), cfg, attention="cpu")
+    with pytest.raises(UnsupportedError, match=r"attention 'tpu': head_dim is .*, supported are multiples of 128"):
+        models.forward(params, jnp.array([[1]]), cfg, attention="tpu")
 
 
 @pytest.mark.slow
