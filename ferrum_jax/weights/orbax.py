@@ -118,9 +118,12 @@ def read_config(folder: Path) -> ModelConfig:
         for name, kind in (("rope_scaling", RopeScaling), ("experts", ExpertsConfig), ("latent", LatentConfig)):
             if (part := fields.pop(name, None)) is not None:
                 fields[name] = kind(**_with_tuples(part))
-        return ModelConfig(**_with_tuples(fields))
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
+        found = ModelConfig(**_with_tuples(fields))
+        family(found).param_specs(found)  # asserts that no part is missing
+        return found
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as problem:
+        why = str(problem) or "a part is missing"
+        raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {why}") from None
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -298,3 +298,8 @@ def test_a_part_of_the_configuration_that_is_no_object_is_refused(tmp_path: Path
         (tmp_path / orbax.CONFIG).write_text(json.dumps(fields | {name: 0}), encoding="utf-8")
         with pytest.raises(InvalidFormatError, match="is not a configuration of this version"):
             orbax.read_config(tmp_path)
+    without = fields["experts"] | {"shared_expert_intermediate_size": None}
+    for damage in ({"latent": None}, {"experts": without}):
+        (tmp_path / orbax.CONFIG).write_text(json.dumps(fields | damage), encoding="utf-8")
+        with pytest.raises(InvalidFormatError, match="is not a configuration of this version: a part is missing"):
+            orbax.read_config(tmp_path)
