@@ -1,11 +1,13 @@
 """`ferrum-jax`: generate text, converse, serve, inspect, plan for, compile or convert a model, list devices."""
 
+import gc
 import io
 import json
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +40,9 @@ def main() -> None:
     """Runs the command line; an error of this package is one line on standard error and exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGALRM, _interrupt)
     try:
         app()
     except FerrumError as problem:
@@ -49,6 +54,17 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt; a little later if the garbage is collected now, as Python drops what is raised then."""
+    callbacks = {getattr(one, "__code__", None) for one in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 @app.command()
@@ -140,7 +156,7 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     except FerrumError as problem:
         refusal = str(problem)
     division = None if placed is None else placed.division
-    settings = with_defaults(settings, source, device, division=division)
+    settings = with_defaults(settings, source, device, is_divided=division is not None)
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
     try:
         loaded = param_specs(source, settings.quantize, dtype, settings.layout or "checkpoint")

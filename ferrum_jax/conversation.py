@@ -78,7 +78,7 @@ class Conversation:
 
     def run(self) -> None:
         """Answers lines of standard input until it ends."""
-        if sys.stdin is None:  # it is closed
+        if sys.stdin is None or sys.stdout is None:  # it is closed
             return
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")

@@ -28,7 +28,6 @@ from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, p
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
 from ferrum_jax.models.backends import choose_attention, layout_for, settle_attention
-from ferrum_jax.models.division import Division, specs_on_mesh
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, joinable, layout_specs
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
@@ -209,7 +208,7 @@ def _load(
     hosts = Hosts.of(replicas, channel)
     hosts.check_placement(replicas[0])
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
-    settings = with_defaults(settings, source, target, division=placed.division)
+    settings = with_defaults(settings, source, target, is_divided=placed.division is not None)
     free = hosts.least(placed.placement.free_bytes())
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
@@ -338,7 +337,7 @@ def plan_ahead(
     """
     device = placed.placement.first
     check_compiler_options(settings.compiler_options, device)
-    settings = with_defaults(settings, source, device, division=placed.division)
+    settings = with_defaults(settings, source, device, is_divided=placed.division is not None)
     settings = settle_attention(settings, source.config if placed.division is None else placed.division.local, device)
     taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     left = max(0, (placed.placement.free_bytes() if free is None else free) - taken)
@@ -364,13 +363,13 @@ def served_specs(source: Checkpoint, settings: EngineConfig, device: JaxDevice) 
 
 
 def with_defaults(
-    settings: EngineConfig, source: Checkpoint, device: JaxDevice, *, division: Division | None = None
+    settings: EngineConfig, source: Checkpoint, device: JaxDevice, *, is_divided: bool = False
 ) -> EngineConfig:
-    """Fills in a model's dtype, quantisation and layout on a device, or on those that a mesh divides it over.
+    """Fills in a model's dtype, quantisation and layout on a device.
 
     If it is None or `auto`, `quantize` becomes `auto` where the CPU kernels serve the model, as they read the
-    checkpoint's own formats, and the mesh can divide these, and `none` elsewhere. The layout is that of `layout_for`,
-    or `checkpoint` if a mesh divides the parameters or formats prevent fusing or stacking.
+    checkpoint's own formats, and `none` elsewhere. The layout is that of `layout_for`, or `checkpoint` if a mesh
+    divides the parameters or formats prevent fusing or stacking.
 
     Raises:
         FerrumError: as `choose_attention`.
@@ -387,22 +386,13 @@ def with_defaults(
         layout=settings.layout,
     )
     if settings.quantize in (None, "auto"):
-        is_kept = chosen == "cpu" and _can_divide(source, dtype, division)
-        settings = replace(settings, quantize="auto" if is_kept else "none")
+        settings = replace(settings, quantize="auto" if chosen == "cpu" else "none")
     if settings.layout is not None:
         return settings
-    best = CHECKPOINT if division is not None else layout_for(source.config, chosen)
+    best = CHECKPOINT if is_divided else layout_for(source.config, chosen)
     if best != CHECKPOINT and not _can_join(source, settings.quantize, dtype, best):
         best = CHECKPOINT
     return replace(settings, layout=best)
-
-
-def _can_divide(source: Checkpoint, dtype: str, division: Division | None) -> bool:
-    """Whether each device's columns of every weight that is kept as stored are whole groups and bytes."""
-    try:
-        return division is None or bool(specs_on_mesh(param_specs(source, "auto", dtype), division))
-    except FerrumError:  # `param_specs` reports it
-        return False
 
 
 def _can_join(source: Checkpoint, quantize: str | None, dtype: str, layout: str) -> bool:

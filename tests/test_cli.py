@@ -1,9 +1,11 @@
 """The command line, in this process: what it prints where, and how it ends."""
 
 import contextlib
+import gc
 import io
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,28 @@ def test_a_conversion_that_is_terminated_leaves_nothing(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_garbage_is_collected_is_not_lost():
+    before = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, cli._interrupt)
+
+    def collected(phase: str, _: object) -> None:
+        if phase == "start":
+            cli._interrupt(signal.SIGINT, sys._getframe())
+
+    def wait() -> None:
+        gc.collect()
+        time.sleep(10)
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        gc.callbacks.remove(collected)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_devices_lists_what_jax_sees(run: Run):

@@ -118,8 +118,10 @@ def test_a_line_that_is_no_text_is_told_and_the_next_one_read(talk: Talk, monkey
     out, said = talk.run(["\udcff\udcfe hello", "one"])
     assert out == "hello\n"
     assert "this line is not" in said
-    monkeypatch.setattr(sys, "stdin", None)
-    assert talk.run(["one"]) == ("", "")
+    for stream in ("stdin", "stdout"):
+        with monkeypatch.context() as closed:
+            closed.setattr(sys, stream, None)
+            assert talk.run(["one"])[0] == ""
 
 
 def test_of_answers_in_channels_the_users_alone_is_the_answer(capsys: pytest.CaptureFixture[str]):

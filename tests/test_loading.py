@@ -23,7 +23,6 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from ferrum_jax.models.division import divide
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops import native
@@ -80,8 +79,7 @@ def test_layers_are_stacked_where_kernels_read_them_in_the_stack(name: str, tmp_
     source = loading.open_checkpoint(tiny.write_folder(tmp_path, tiny.CONFIGS[model]))
     found = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"))
     assert found.layout == layout
-    half = divide(source.config, model=2)
-    divided = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"), division=half)
+    divided = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"), is_divided=True)
     assert divided.layout == settings.get("layout", "checkpoint")
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from gguf import GGMLQuantizationType
 
 import ferrum_jax
@@ -88,19 +89,27 @@ def test_groups_that_two_devices_share_are_read_divided_and_joined(tmp_path: Pat
 
 
 @pytest.mark.skipif(native.instruction_set() is None, reason="without kernels nothing is kept by default")
-def test_formats_that_the_devices_cannot_divide_are_kept_only_if_asked_for(tmp_path: Path):
+def test_a_format_that_the_devices_cannot_divide_is_refused_with_the_weights_name(tmp_path: Path):
     """Three devices' shares of 64 columns end inside the bytes of groups of 32."""
     config = tiny.CONFIGS["llama3"] | {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
     name = "model.layers.0.mlp.down_proj.weight"
     raw = {name: (draw_blocks("Q5_1", (96, 64), 0), GGMLQuantizationType.Q5_1)}
     path, mesh = write_gguf(tmp_path / "model.gguf", config, raw=raw), {"model": 3}
+    with pytest.raises(UnsupportedError, match=rf"{name}: packed weights .* quantize='none' dequantises them"):
+        ferrum_jax.load(path, engine=ENGINE, mesh=mesh, progress=False)
     plain, _ = ferrum_jax.load_params(path, "float32", quantize="none")
-    with ferrum_jax.load(path, engine=ENGINE, mesh=mesh, progress=False) as runner:
+    with ferrum_jax.load(path, engine=ENGINE, mesh=mesh, quantize="none", progress=False) as runner:
         tiny.assert_same_tree(runner.params, plain)
-    with pytest.raises(UnsupportedError, match="quantize='none' dequantises them"):
-        ferrum_jax.load(path, engine=ENGINE, quantize="keep", mesh=mesh, progress=False)
     with ferrum_jax.load(path, engine=ENGINE, mesh={"model": 2}, progress=False) as runner:
         assert formats_of(runner.params)
+
+
+def test_parameters_of_nnx_are_divided_as_arrays(tmp_path: Path):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS["llama31"]), tiny.model_config("llama31")
+    with ferrum_jax.from_params(jax.tree.map(nnx.Param, params), cfg, engine=ENGINE, mesh={"model": 2}) as runner:
+        found, expected = jax.tree.leaves(runner.params), jax.tree.leaves(params)
+        assert len(found) == len(expected)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_devices_read_no_more_than_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

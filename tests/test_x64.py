@@ -100,13 +100,15 @@ def computed(folder: Path, name: str, adapter: str | None = None, **options: Any
     asked = {"capture": [POINT, ("pattern", 1)], "interventions": edits(cfg), "logits": np.array([[3, 4], [0, 13]])}
     logits, captured = jax.jit(lambda params: models.run(params, tokens, cfg, **asked, **options))(params)
 
+    one_by_one = models.forward(params, tokens, cfg, interventions=edits(cfg), logits="last")
+
     def generate(params: Any) -> Any:
         how = Sampling(temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2)
         return generate_fn(params, None, tokens, lengths, seeds, cfg, max_tokens=4, sampling=how, stop_ids=(3,))[0]
 
     found = jax.jit(jax.value_and_grad(mean))(params)
     drawn = models.init_params(cfg, jax.random.key(0))
-    return [logits, list(captured.values()), found, vars(jax.jit(generate)(params)), drawn]
+    return [logits, list(captured.values()), one_by_one, found, vars(jax.jit(generate)(params)), drawn]
 
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -27,7 +27,6 @@ from ferrum_jax.models.hooks import Edit, Point, check_interventions, check_supp
 from ferrum_jax.models.placement import ModelPlacement
 
 LAST = 2**31 - 1  # past every position
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class BoundInterventions:
             self._stacks[points] = self.placed.placement.put(self._stacked(points))
         return self._stacks[points]
 
-    @np.errstate(over="ignore")  # two scales in succession may go beyond float32, as on the device
+    @np.errstate(over="ignore")  # products of two edits in float64 may go beyond float32, as on the device
     def _stacked(self, points: tuple[Point, ...]) -> Changes[NDArray[Any]]:
         changes = Changes.neutral(self.cfg, self.max_seqs, points)
         for one in self._bound.values():
@@ -186,6 +185,7 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
     return found
 
 
+@np.errstate(over="ignore", invalid="ignore")  # as on the device
 def _both(first: Edit[NDArray[Any]], second: Edit[NDArray[Any]]) -> Edit[NDArray[Any]]:
     """Returns one edit equal to two in succession."""
     scales = [one.scale for one in (first, second) if one.scale is not None]
@@ -249,8 +249,9 @@ def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype:
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         expected = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
         raise RequestValidationError(f"an edit at {point.name!r} is {leaf.dtype}, expected {expected}")
-    beyond = np.isfinite(leaf) & (np.abs(leaf) > _LARGEST)
+    with np.errstate(over="ignore"):
+        beyond = np.isfinite(leaf) & ~np.isfinite(leaf.astype(np.float32))
     if beyond.any():
         raise RequestValidationError(
-            f"an edit at {point.name!r} has {leaf[beyond][0]:g}, expected at most {_LARGEST:g} or inf"
+            f"an edit at {point.name!r} has {float(leaf[beyond][0]):.8g}, expected numbers of float32, or inf"
         )

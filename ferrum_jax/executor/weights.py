@@ -131,7 +131,7 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
         if not jnp.issubdtype(dtype, jnp.floating)
     ]
     for name, leaf in quantised.items():
-        if name in wanted:
+        if name in wanted and leaf.shape == wanted[name].shape:
             problems += _problems_of(name, leaf, wanted[name])
     check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
 
@@ -140,21 +140,21 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
     """Says what is wrong with the parts of a quantised weight, given the spec of the plain one."""
     if len(spec.shape) - ("expert" in spec.axes) - ("layer" in spec.axes) < 2:
         return [f"{name} is quantised, which only matrices can be"]
+    for part, leaf in named_leaves({name: weight}).items():
+        if not getattr(leaf, "ndim", 0):
+            return [f"{part} is one number, expected an array with numbers for every row"]
     try:
         formats = formats_of({name: weight})
         wanted = named_leaves(quantised_specs({name: spec}, formats))
     except InvalidParameterError as problem:
         return [f"{name}: {problem}"]
-    except IndexError:
-        return [f"{name} has a part that is one number, expected numbers for every row"]
-    expected = {part: f"{own.dtype}{list(own.shape)}" for part, own in wanted.items()}
-    problems = differences(_shapes_of({name: weight}), expected, "is")
     groups, columns = formats[name].groups, spec.shape[-1]
     evenly = 8 if weight.high is not None else 2 if is_packed(weight) else 1
-    if not problems and columns % (groups * evenly):
-        size = {8: "a multiple of eight", 2: "an even number", 1: "as many"}[evenly]
-        problems.append(f"{name}.scales has {groups} groups, expected {size} of the {columns} columns in each")
-    return problems
+    if columns % (groups * evenly):
+        size = {8: "groups of a multiple of eight", 2: "groups of an even size", 1: "equal groups"}[evenly]
+        return [f"{name}.scales has {groups} groups, into which {columns} columns cannot be divided: expected {size}"]
+    expected = {part: f"{own.dtype}{list(own.shape)}" for part, own in wanted.items()}
+    return differences(_shapes_of({name: weight}), expected, "is")
 
 
 def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:

@@ -154,7 +154,10 @@ def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None,
         return None
     if token_id is None:
         raise InvalidFormatError(f"the file wants {name} around every text but has no tokenizer.ggml.{name}_token_id")
-    return metadata["tokenizer.ggml.tokens"][token_id]
+    token = metadata["tokenizer.ggml.tokens"][token_id]
+    if token.startswith("$") or ":" in token:  # syntax of templates
+        raise UnsupportedError(f"{name} is {token!r}, which tokenizers cannot put around a text: it has a '$' or ':'")
+    return token
 
 
 def _choose_recipe(metadata: Mapping[str, Any]) -> ByteLevelRecipe:

@@ -287,12 +287,14 @@ def _generate(
 
 def _check_kv(kv: KvState[jax.Array], cfg: ModelConfig, attention: str) -> None:
     """Raises InvalidParameterError for a KV of another model; it may be one for another backend."""
-    sizes: Any = {"num_blocks": state.num_blocks(kv), "block_size": state.block_size(kv), "dtype": kv.k.dtype.name}
-    own = cache_spec(cfg, attention=attention, **sizes)
-    is_alike = (own.layout in LATENTS) == (kv.layout in LATENTS)
-    expected = state.shapes(replace(own, layout=kv.layout if is_alike else own.layout)).k.shape
-    if kv.k.shape != expected:
-        raise InvalidParameterError(f"kv.k has shape {list(kv.k.shape)}, this model's has {list(expected)}: kv_spec")
+    num_blocks, block_size, dtype = state.num_blocks(kv), state.block_size(kv), kv.k.dtype.name
+    own = cache_spec(cfg, num_blocks=num_blocks, block_size=block_size, dtype=dtype, attention=attention)
+    if (own.layout in LATENTS) != (kv.layout in LATENTS):
+        raise InvalidParameterError(f"kv has the layout {kv.layout!r}, this model's {own.layout!r}: make it by kv_spec")
+    wanted = state.shapes(replace(own, layout=kv.layout))
+    shapes = [[list(side.shape) for side in (one.k, one.v) if side is not None] for one in (kv, wanted)]
+    if shapes[0] != shapes[1]:
+        raise InvalidParameterError(f"kv has arrays {shapes[0]}, this model's are {shapes[1]}: make it by kv_spec")
 
 
 def _check_blocks(kv: KvState[jax.Array] | None, rows: int, positions: int, parts: int = 1) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
@@ -64,14 +64,20 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
 
 
 def check_stacks(stacks: ParamTree, cfg: ModelConfig) -> None:
-    """Raises InvalidParameterError unless a tree has a stack of every projection, all of one size."""
-    given = {name: list(jnp.shape(leaf)) for name, leaf in specs.named_leaves(stacks).items()}
-    down = next((shape for name, shape in given.items() if name.endswith(".down")), [])
-    if len(down) != 3 or 0 in down:
-        raise InvalidParameterError(f"a LoRA stack `down` has shape {down}, expected [A, R, D] (models/adapters.py)")
-    wanted = stack_specs(cfg, LoraSpec(max_loras=down[0], max_rank=down[1]))
-    shapes = {name: list(spec.shape) for name, spec in specs.named_leaves(wanted).items()}
-    check_no_problems(f"these are not {down[0]} adapters of rank {down[1]} of this model", differences(given, shapes))
+    """Raises InvalidParameterError unless a tree has stacks of every projection, all of as many adapters.
+
+    Projections may have ranks of their own.
+    """
+    shapes = {name: jnp.shape(leaf) for name, leaf in specs.named_leaves(stacks).items()}
+    count = next((shape[0] for name, shape in shapes.items() if name.endswith(".down") and len(shape) == 3), "A")
+    wanted = {}
+    for name, weight in projections(cfg).items():
+        (out_size, in_size), down = weight.shape, shapes.get(f"{name}.down", ())
+        rank = down[1] if len(down) == 3 else "R"
+        wanted[f"{name}.down"] = f"[{count}, {rank}, {in_size}]"
+        wanted[f"{name}.up"] = f"[{out_size}, {count}, {rank}]"
+    given = {name: str(list(shape)) for name, shape in shapes.items()}
+    check_no_problems("these are not stacks of adapters of this model", differences(given, wanted))
 
 
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, name_of
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed, pack, pack_high, unpack_high
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
@@ -278,10 +278,14 @@ def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
     return 2 if spec.values.dtype == "uint8" else 1
 
 
+def _is_reader(leaf: Any) -> bool:
+    return callable(leaf) and not hasattr(leaf, "shape")  # an nnx.Variable is an array that can be called
+
+
 def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit, int], Runs]) -> Leaf:
     """Takes the runs `runs(split, size)` of every divided dimension; `size` is the dimension's size in the model."""
     if isinstance(spec, QuantisedWeight):
-        if callable(leaf.values):
+        if _is_reader(leaf.values):
             return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs))
         weight = _weight_spec(spec)
         *rows, columns = dim_splits(weight, division)
@@ -291,7 +295,7 @@ def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit,
                 leaf = jax.tree.map(lambda part, dim=dim, own=own: take(part, dim, own), leaf)
         return leaf if columns is None else _take_columns(leaf, columns, runs(columns, weight.shape[-1]))
     found = dim_splits(spec, division)
-    if callable(leaf):
+    if _is_reader(leaf):
         sizes = zip(spec.shape, found, strict=True)
         return leaf(tuple(((0, size),) if split is None else runs(split, size) for size, split in sizes))
     for dim, split in enumerate(found):
@@ -360,10 +364,17 @@ def is_plain(spec: Spec, division: Division) -> bool:
 
 def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:
     """Specs of the leaves as they lie on the mesh."""
-    return jax.tree.map(lambda spec: _spec_on_mesh(spec, division), specs, is_leaf=is_weight_spec)
+
+    def on_mesh(path: tuple[Any, ...], spec: Any) -> Spec:
+        try:
+            return _spec_on_mesh(spec, division)
+        except UnsupportedError as problem:
+            raise UnsupportedError(f"{name_of(path)}: {problem}") from None
+
+    return jax.tree_util.tree_map_with_path(on_mesh, specs, is_leaf=is_weight_spec)
 
 
-@functools.lru_cache(maxsize=4096)  # most layers have equal specs, and tracing takes a millisecond
+@functools.lru_cache(maxsize=4096)  # pure, and bounded: most layers have equal specs, and tracing takes a millisecond
 def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
     """Spec of a leaf as `on_mesh` returns it."""
     shapes = jax.tree.map(lambda own: jax.ShapeDtypeStruct(own.shape, own.dtype or "float32"), spec, is_leaf=is_spec)

@@ -133,7 +133,7 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
             continue
         leaf = jnp.asarray(leaf)
         if not _broadcasts(leaf.shape, x.shape):
-            of, first = ("", 0) if point.name in ATTENTION else ("a token's ", 1)  # whose axes of rows are one here
+            of, first = ("", 0) if point.name in ATTENTION else ("a token's ", 1)  # rows and positions are one axis
             own, each = list(leaf.shape[-(x.ndim - first) :]), list(x.shape[first:])
             raise InvalidParameterError(
                 f"{name} at {point.name!r} has shape {own}, which does not broadcast to {of}{each}"

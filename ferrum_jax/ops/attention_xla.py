@@ -123,6 +123,7 @@ def _walk(
 
     def step(carry, column):
         needed = (column * block_size < stop) & ((column + 1) * block_size > begin)
+        column = vary_like(column, needed)  # batched, a branch is taken by a select, which makes it vary so
         return lax.cond(needed, visit, lambda carry, _: carry, carry, column), None
 
     shape = q.shape[:-1]

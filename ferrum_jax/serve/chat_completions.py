@@ -16,12 +16,12 @@ from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
 from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
+from ferrum_jax.serve.logprobs import chat_logprobs, prompt_report
 from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
 from ferrum_jax.serve.tools.forms import call_form, special_tokens
-from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
 
 
 async def chat(service: Service, http: HttpRequest) -> ASGIApp:

@@ -99,7 +99,7 @@ def serve(
     sizes |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
     sizes |= {"memory_fraction": memory_fraction}
     sizes |= {"dtype": dtype, "device": device, "mesh": mesh, "quantize": quantize, "layout": layout}
-    with LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm, bind(host, port) as bound:
+    with bind(host, port) as bound, LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm:
         server = Server(llm, settings)
         if warmup:
             llm.warmup()

@@ -14,10 +14,10 @@ from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group, scored_o
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
 from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
+from ferrum_jax.serve.logprobs import TextLogprobs, prompt_report
 from ferrum_jax.serve.prompting import check_length, tokenizer_of
 from ferrum_jax.serve.schema import CompletionBody
 from ferrum_jax.serve.service import Service
-from ferrum_jax.serve.vocabulary import TextLogprobs, prompt_report
 
 
 async def complete(service: Service, http: HttpRequest) -> ASGIApp:

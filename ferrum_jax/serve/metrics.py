@@ -1,6 +1,7 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for it work."""
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,7 +80,8 @@ class Metrics:
 
     def count_answer(self, choice: AnswerProgress, reason: str) -> float:
         """Counts an answer that has ended, and returns its duration in seconds."""
-        request, seconds = choice.request, choice.last - choice.started
+        end = time.perf_counter() if reason == "abort" else choice.last
+        request, seconds = choice.request, end - choice.started
         generated = choice.num_taken
         self.count_tokens([choice])
         self.finished.labels(model_name=self._model, finished_reason=reason).inc()

@@ -20,15 +20,35 @@ from ferrum_jax.serve.settings import ServerSettings
 
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
+HEAD_BYTES = 1 << 16  # of a request before its body, which the parser holds in memory
 SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that its requests can abort, even with unsent data, by `abort` in their scope's state."""
+    """A connection that its requests can abort, even with unsent data, by `abort` in their scope's state.
+
+    It ends with a 431 once more than `HEAD_BYTES` of a request have come and its headers have not ended.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.app_state = self.app_state | {"abort": transport.abort}
+        self._is_head, self._head_bytes = True, 0
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data) if self._is_head else 0
+        super().data_received(data)
+        if self._is_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._is_head, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_head = True
+        super().on_message_complete()
 
 
 class Server(uvicorn.Server):

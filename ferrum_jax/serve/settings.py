@@ -1,5 +1,6 @@
 """`ServerSettings`: the settings of one server."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class ServerSettings:
         for name in ("model", "tool_parser", "adapter_root"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} is {safe_repr(getattr(self, name))}, expected a text")
+        if self.adapter_root and not os.path.isdir(self.adapter_root):
+            raise ConfigError(f"adapter_root {self.adapter_root} is no folder")
         for name in ("api_keys", "allow_origins"):
             texts = getattr(self, name)
             if not isinstance(texts, (tuple, list)) or not all(isinstance(one, str) for one in texts):

@@ -217,6 +217,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
     left_out: list[str] = []
     for name, spec in specs.items():
         taken: set[tuple[tuple[int, int], ...]] = set()
+        covered = 0  # numbers
         for rule, expression, theirs, ours, given in read:
             match = expression.fullmatch(name)
             if match is None:
@@ -232,8 +233,10 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
                 )
             if here.parts not in taken:
                 taken.add(here.parts)
+                covered += math.prod(size for _, size in here.spans)
                 moves.append(Move(name, _expanded(rule, match), here, there, rule.scale))
-        if len(taken) != math.prod(count for _, count in next(iter(taken), ((0, 1),))):
+        parts = math.prod(count for _, count in next(iter(taken), ((0, 1),)))
+        if len(taken) != parts or covered != math.prod(spec.shape):
             left_out.append(name)
     if left_out:
         raise ConfigError(f"the rules do not say where all of {listed(left_out, ', ')} is")

@@ -159,10 +159,13 @@ def test_a_kv_follows_parameters_in_float64(params: ParamTree):
         assert jax.eval_shape(partial(models.forward, cfg=CFG), double, TOKENS).dtype == jnp.float32
 
 
-def test_a_kv_that_is_too_small_is_refused(params: ParamTree):
+def test_a_kv_that_is_too_small_or_another_models_is_refused(params: ParamTree):
     small = state.empty(kv_spec(params, CFG, rows=2, positions=12))
     other = replace(kv_spec(params, CFG, rows=3, positions=12), num_kv_heads=CFG.num_key_value_heads + 1)
-    with pytest.raises(InvalidParameterError, match=r"kv\.k has shape \[.*\], this model's has \["):
+    with pytest.raises(InvalidParameterError, match=r"kv has arrays \[.*\], this model's are \[.*: make it by kv_spec"):
         generate_fn(params, state.empty(other), TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)
+    latent = replace(kv_spec(params, CFG, rows=3, positions=12), layout="latent")
+    with pytest.raises(InvalidParameterError, match="kv has the layout 'latent', this model's 'products'"):
+        generate_fn(params, state.empty(latent), TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)
     with pytest.raises(InvalidParameterError, match="3 rows of 12 positions need 3 KV blocks, there are 2"):
         generate_fn(params, small, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)

@@ -47,6 +47,25 @@ def test_rows_divided_over_devices_are_the_same_and_so_is_their_kv(name: str, ki
     assert spread.k.sharding.spec[:2] == (None, "data")
 
 
+@pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
+def test_a_population_of_rollouts_may_divide_its_rows(kind: str):
+    mesh = mesh_of(kind)
+    params, divided, cfg = model_on(mesh, "llama31")
+    rows = tokens_of("llama31"), LENGTHS, SEEDS
+    shape = cfg.num_hidden_layers, cfg.hidden_size
+    steering = jnp.stack([jnp.zeros(shape), jnp.full(shape, 3.0)])
+    own = {} if kind == "explicit" else {"sharding": NamedSharding(mesh, P("data"))}
+
+    def each(params: ParamTree, *rows: Any, **own: Any) -> Any:
+        answer = partial(generate, params, *rows, cfg=cfg, **own)
+        return jax.vmap(lambda add: answer(steering=add)[0].token_ids)(steering)
+
+    alone = jax.jit(each)(params, *rows)
+    found = jax.jit(partial(each, **own))(divided, *by_data(mesh, rows))
+    np.testing.assert_array_equal(found, alone)
+    assert (alone[0] != alone[1]).any()
+
+
 @pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "auto"))
 def test_no_kv_moves_between_devices(kind: str):
     mesh, name = mesh_of(kind), "llama31"

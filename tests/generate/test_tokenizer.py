@@ -246,6 +246,15 @@ def test_a_frame_without_a_token_is_refused(tmp_path: Path):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", ggml_add_bos_token=True))
 
 
+@pytest.mark.parametrize("name", ["$A", "<s:1"])
+def test_a_frame_whose_token_is_syntax_of_templates_is_refused(name: str, tmp_path: Path):
+    path = write_gguf(
+        tmp_path / "m.gguf", tokens=[name, *BYTE_LEVEL_TOKENS[1:]], ggml_bos_token_id=0, ggml_add_bos_token=True
+    )
+    with pytest.raises(UnsupportedError, match="tokenizers cannot put around a text"):
+        load_tokenizer(path)
+
+
 def test_every_end_that_a_gguf_names_is_an_eos_id(tmp_path: Path):
     path = write_gguf(tmp_path / "m.gguf", ggml_eos_token_id=1, ggml_eot_token_id=0, ggml_eom_token_id=1)
     assert load_tokenizer(path).eos_token_ids == (1, 0)

@@ -18,7 +18,7 @@ from ferrum_jax import cli
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.serve.command import serve
-from ferrum_jax.serve.server import Server
+from ferrum_jax.serve.server import Server, bind
 from tests import tiny
 from tests.serve.models import spelled
 
@@ -44,6 +44,8 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     empty.write_text(" \n")
     commented = tmp_path / "commented"
     commented.write_text("sk-1  # of a friend\n")
+    taken = bind("127.0.0.1", 0)
+    taken.listen()
     cases: list[dict[str, Any]] = [
         {"api_key_file": empty},
         {"api_key_file": tmp_path / "nothing"},
@@ -51,10 +53,13 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
         {"adapter": ["name"]},
         {"adapter": ["name=one", "name=two"]},
         {"max_seconds": 0},
+        {"adapter_root": str(tmp_path / "nothing")},
+        {"port": taken.getsockname()[1]},
     ]
     for wrong in cases:
         with pytest.raises(ConfigError):
             serve("/nowhere", **wrong)
+    taken.close()
 
 
 def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -197,6 +197,22 @@ def test_marks_in_letters_call_nothing_undeclared(form: str):
     assert not lets(by, allowed, ids)
 
 
+@pytest.mark.parametrize("form", ["hermes", "gpt_oss"])
+def test_arguments_that_must_be_as_declared_are_an_object(form: str):
+    name, special, _ = FORMS[form]
+    by, how = tokenizer(*special), {"is_forced": True, "several": False}
+
+    def declared(parameters: dict[str, Any]) -> list[Tool]:
+        return [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})]
+
+    for parameters in ({"properties": {"x": {"type": "integer"}}}, {"type": ["object", "null"]}, {"title": "any"}):
+        assert is_allowed(by, name, write(form, ("f", '{"x": 1}')), tools=declared(parameters), **how)
+        for value in ("true", "null", '"a"', "[1]"):
+            assert not is_allowed(by, name, write(form, ("f", value)), tools=declared(parameters), **how)
+    with pytest.raises(RequestValidationError, match="the parameters of 'f' have the type 'array', expected 'object'"):
+        call_form(name, declared({"type": "array"}), by, is_forced=True, several=False)
+
+
 def test_references_with_another_base_are_refused():
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "type": "object"}}}
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})

@@ -262,6 +262,29 @@ def test_a_body_that_does_not_come_is_a_408(held: Scripted):
         assert b"did not come within 0.2 seconds" in raw.recv(1 << 16)
 
 
+def test_an_answer_that_did_not_come_in_time_took_that_long(held: Scripted):
+    with serving(held, max_seconds=0.4) as (server, _):
+        whole = server.service.metrics.whole
+        assert httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=SECONDS, trust_env=False).status_code == 408
+        held.gate.set()
+        until(lambda: sum(bucket.get() for bucket in whole._buckets) == 1)
+        assert whole._sum.get() >= 0.4
+
+
+def test_headers_that_do_not_end_are_a_431(held: Scripted):
+    with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                raw.sendall(b"a" * 8192)
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 431")
+        with contextlib.suppress(ConnectionError):
+            assert raw.recv(1) == b""
+
+
 def test_a_form_that_takes_long_to_compile_holds_up_only_its_like(monkeypatch: pytest.MonkeyPatch):
     free, compiled, compile_form = threading.Event(), [], FormCompiler.compile
 

@@ -163,6 +163,14 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
     ("rules", "message"),
     [
         (RULES[1:], "the rules do not say where all of model.norm.weight is"),
+        (
+            [
+                Rule(r".*\.norm\..*", "a", "A -> [*A=4 B=44]"),
+                Rule(r".*\.norm\..*", "b", "B -> [A=8 *B=40]"),
+                *RULES[1:],
+            ],
+            "the rules do not say where all of model.norm.weight is",
+        ),
         ([Rule(".*", "x", "D F")], "expected a text such as 'D F -> F D'"),
         ([Rule(".*norm.*", "x", "D 1 -> D")], "'1' is no axis"),
         ([Rule(".*norm.*", "x", "D -> D F")], "has 1 axes, the rule 2"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.generate.structured import Structured, check_references
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
@@ -33,13 +34,13 @@ def call_form(
         several: the answer may have more than one call; GPT-OSS never has.
 
     Raises:
-        RequestValidationError: a declaration has references that cannot be followed.
+        RequestValidationError: a declaration has references that cannot be followed, or arguments that are no object.
     """
     marks = _Marks(special_tokens(tokenizer))
     schemas: dict[str, Any] = {}
     for function in (tool.function for tool in tools):
         declared = _NO_PARAMETERS if function.parameters is None else function.parameters or _ANY_OBJECT
-        schemas[function.name] = declared if is_forced or function.strict else _ANY_OBJECT
+        schemas[function.name] = _object(function.name, declared) if is_forced or function.strict else _ANY_OBJECT
     match format_name:
         case "hermes":
             rules = _hermes(schemas, marks, is_forced, several)
@@ -54,6 +55,14 @@ def call_form(
     # Each schema is a document of its own: its references start at its root.
     arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
     return Structured(grammar="\n".join([*rules, *arguments, ""]))
+
+
+def _object(name: str, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a declaration of arguments that allows objects alone."""
+    kind = declared.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise RequestValidationError(f"the parameters of {name!r} have the type {kind!r}, expected 'object'")
+    return {**declared, "type": "object"}
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

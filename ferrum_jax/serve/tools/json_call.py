@@ -86,6 +86,8 @@ class CallObject:
         """Takes the next character."""
         self.raw += letter
         self._events = []
+        if self.state is not State.READING:
+            return []
         try:
             self._reading.send(letter)
         except StopIteration as end:

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.generate.tokenizer import Tokenizer
-from ferrum_jax.serve.vocabulary import TextLogprobs, chat_logprobs
+from ferrum_jax.serve.logprobs import TextLogprobs, chat_logprobs
 
 TEXT = "Grüße, 世界! \U0001f600 two  spaces"
 
