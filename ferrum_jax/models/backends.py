@@ -51,9 +51,11 @@ def check_backend(attention: str | None, params: ParamTree, cfg: ModelConfig) ->
     """Raises UnsupportedError for the backend `cpu` without kernels, and for `tpu` if it cannot serve the model."""
     if attention == "cpu":
         attention_cpu.check()
-    dtype = activation_dtype(params).name
-    if attention == "tpu" and (obstacle := _obstacle(attention, cfg, dtype, dtype, 128, None)) is not None:
-        raise UnsupportedError(f"attention {attention!r}: {obstacle}")
+    if attention == "tpu":
+        dtype = activation_dtype(params).name
+        obstacle = _obstacle(attention, cfg, dtype, dtype, block_size=128, layout=None)
+        if obstacle is not None:
+            raise UnsupportedError(f"attention {attention!r}: {obstacle}")
 
 
 def choose_attention(
