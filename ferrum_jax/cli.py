@@ -1,13 +1,11 @@
 """`ferrum-jax`: generate text, converse, serve, inspect, plan for, compile or convert a model, list devices."""
 
-import gc
 import io
 import json
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -41,8 +39,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "SIGALRM"):
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGALRM, _interrupt)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.unraisablehook = _interrupt_again
     try:
         app()
     except FerrumError as problem:
@@ -56,15 +54,12 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _interrupt(_: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt; a little later if the garbage is collected now, as Python drops what is raised then."""
-    callbacks = {getattr(one, "__code__", None) for one in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in callbacks:
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
+def _interrupt_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Sends an interrupt anew that Python dropped, as it does in destructors and callbacks of the garbage collector."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 @app.command()

@@ -1,11 +1,10 @@
 """The command line, in this process: what it prints where, and how it ends."""
 
 import contextlib
-import gc
 import io
 import signal
+import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,26 +275,36 @@ def test_a_conversion_that_is_terminated_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_while_garbage_is_collected_is_not_lost():
-    before = signal.getsignal(signal.SIGALRM)
-    signal.signal(signal.SIGALRM, cli._interrupt)
+INTERRUPTED = """
+import gc, signal, time
+from ferrum_jax import cli
 
-    def collected(phase: str, _: object) -> None:
-        if phase == "start":
-            cli._interrupt(signal.SIGINT, sys._getframe())
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
 
-    def wait() -> None:
+def app():
+    print("began", flush=True)
+    if WHERE == "destructor":
+        Dropped()
+    else:
+        def collected(phase, _):
+            gc.callbacks.remove(collected)
+            signal.raise_signal(signal.SIGINT)
+        gc.callbacks.append(collected)
         gc.collect()
-        time.sleep(10)
+    time.sleep(60)
 
-    gc.callbacks.append(collected)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-    finally:
-        gc.callbacks.remove(collected)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+cli.app = app
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("where", ["destructor", "garbage collector"])
+def test_an_interrupt_that_python_drops_is_sent_anew(where: str):
+    code = INTERRUPTED.replace("WHERE", repr(where))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "began\n", "")
 
 
 def test_devices_lists_what_jax_sees(run: Run):
