@@ -67,7 +67,7 @@ def test_captured_hidden_states_explain_the_logits(layout: str, name: str):
     every = range(cfg.num_hidden_layers + 1)
     expected = forward(params, tokens, cfg)
     logits, hidden, weights = capture(params, tokens, cfg, hidden=tuple(every), attention_weights=(2, 0))
-    np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE)  # another program, whose sums XLA may order otherwise
     assert sorted(hidden) == list(every)
     assert hidden[0].shape == (2, tokens.shape[1], WIDTH)
     np.testing.assert_allclose(models.logits_of(params, hidden[cfg.num_hidden_layers], cfg), logits, atol=TOLERANCE)

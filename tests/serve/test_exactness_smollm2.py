@@ -18,29 +18,21 @@ from ferrum_jax.serve.settings import ServerSettings
 
 PROMPTS, LENGTH = 200, 48  # tokens of the longest
 TOLERANCE = 1e-4
+ILL_CONDITIONED = 1e-3  # one such prompt in 200 is off by up to 5e-4 from float64, by XLA too; others by 3e-5
 
 pytestmark = pytest.mark.slow
 
 
-class Forward:
-    """The forward without a cache, of prompts together or of one alone."""
-
-    def __init__(self, llm: LLM):
-        params, cfg = models.dequantise(llm.runner.params), llm.runner.model_config
-        self._run = jax.jit(lambda tokens: jax.nn.log_softmax(models.forward(params, tokens, cfg), axis=-1))
-
-    def together(self, prompts: list[list[int]]) -> list[NDArray[np.floating]]:
-        """The log-probability of each token of each prompt but the first; they run padded, eight at a time."""
-        found = []
-        for start in range(0, len(prompts), 8):
-            some = prompts[start : start + 8]
-            logprobs = np.asarray(self._run(np.array([one + [0] * (LENGTH - len(one)) for one in some], np.int32)))
-            found += [logprobs[row, np.arange(len(one) - 1), one[1:]] for row, one in enumerate(some)]
-        return found
-
-    def alone(self, prompt: list[int]) -> NDArray[np.floating]:
-        """The same of one prompt without padding."""
-        return np.asarray(self._run(np.array([prompt], np.int32)))[0, np.arange(len(prompt) - 1), prompt[1:]]
+def forward(llm: LLM, prompts: list[list[int]]) -> list[NDArray[np.floating]]:
+    """The log-probability of each token of each prompt but the first, without a cache, padded, eight at a time."""
+    params, cfg = models.dequantise(llm.runner.params), llm.runner.model_config
+    run = jax.jit(lambda tokens: jax.nn.log_softmax(models.forward(params, tokens, cfg), axis=-1))
+    found = []
+    for start in range(0, len(prompts), 8):
+        some = prompts[start : start + 8]
+        logprobs = np.asarray(run(np.array([one + [0] * (LENGTH - len(one)) for one in some], np.int32)))
+        found += [logprobs[row, np.arange(len(one) - 1), one[1:]] for row, one in enumerate(some)]
+    return found
 
 
 def test_log_probabilities_over_http_are_the_forwards_alone_and_under_load(smollm2_path: Path):
@@ -50,8 +42,7 @@ def test_log_probabilities_over_http_are_the_forwards_alone_and_under_load(smoll
         words = llm.tokenizer.encode((Path(ferrum_jax.__file__).parents[1] / "README.md").read_text())
         sizes = [draw.randint(2, LENGTH) for _ in range(PROMPTS)]
         prompts = [words[start : start + size] for size in sizes for start in [draw.randrange(len(words) - size)]]
-        forward = Forward(llm)
-        wanted = forward.together(prompts)
+        wanted = forward(llm, prompts)
         with (
             running(llm, ServerSettings(model="smol", max_waiting=PROMPTS)) as server,
             httpx.Client(base_url=server.url, timeout=600, trust_env=False) as http,
@@ -71,12 +62,8 @@ def test_log_probabilities_over_http_are_the_forwards_alone_and_under_load(smoll
                 loaded = pool.map(score, prompts)
                 again = pool.map(draw_text, [*range(8)] * 2)
                 loaded, again = list(loaded), list(again)
-        unlike = 0
-        for prompt, mine, beside, theirs in zip(prompts, alone, loaded, wanted, strict=True):
-            if np.abs(np.array(mine) - theirs).max() > TOLERANCE:
-                # Ill-conditioned: the forward differs from itself by as much, batched and alone.
-                theirs, unlike = forward.alone(prompt), unlike + 1
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE)
-            np.testing.assert_allclose(beside, theirs, rtol=0, atol=TOLERANCE)
-    assert unlike <= 2
+    for found in (alone, loaded):
+        errors = [np.abs(np.array(mine) - theirs).max() for mine, theirs in zip(found, wanted, strict=True)]
+        assert sum(error > TOLERANCE for error in errors) <= 2
+        assert max(errors) < ILL_CONDITIONED
     assert again == texts * 2
