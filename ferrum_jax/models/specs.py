@@ -79,11 +79,11 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> dict[st
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Joins a pytree path by dots, as checkpoints name it; leaves out the keys that `nnx.Variable` adds."""
+    """Joins a pytree path by dots, as checkpoints name it; leaves out the keys that `nnx.Variable` adds at the end."""
     parts: list[str] = []
+    while path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
+        path = path[:-1]
     for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"):
-            continue
         own = next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))
         parts += map(str, own if isinstance(own, tuple) else [own])
     return ".".join(parts)

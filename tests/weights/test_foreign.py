@@ -1,5 +1,7 @@
 """Parameters between Hugging Face names and the trees of other libraries."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,6 +84,17 @@ def test_a_table_of_the_users_own_splits_and_joins_products():
     joined = jnp.concatenate([layer["self_attn"][f"{part}_proj"]["weight"] for part in "qkv"])
     np.testing.assert_array_equal(there["h"]["qkv"][2], joined.T)
     np.testing.assert_array_equal(there["h"]["wi"][2, 1], layer["mlp"]["up_proj"]["weight"] * 2)  # scale 0.5
+
+
+def test_a_module_named_value_keeps_its_name():
+    @partial(jax.tree_util.register_dataclass, data_fields=["query", "value"], meta_fields=[])
+    @dataclass
+    class Attention:
+        query: Any
+        value: Any
+
+    tree = Attention({"w": nnx.Param(jnp.ones(1))}, {"w": nnx.Param(jnp.zeros(1))})
+    assert {name: float(leaf[0]) for name, leaf in named_leaves(tree).items()} == {"query.w": 1.0, "value.w": 0.0}
 
 
 def test_a_product_that_the_checkpoint_has_fused_comes_from_several_arrays():
