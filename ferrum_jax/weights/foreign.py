@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import check_no_problems, differences, listed
+from ferrum_jax.contract.checks import check_no_problems, differences, is_real, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
@@ -95,10 +95,11 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
         rules: for each part of a parameter, the first rule that matches its name counts.
 
     Raises:
-        InvalidParameterError: leaves are missing, unknown or of a wrong shape; the message lists all.
+        InvalidParameterError: leaves are missing, unknown or of a wrong shape (the message lists all), or PyTorch's.
         ConfigError: a rule contradicts the model.
     """
     leaves = named_leaves(tree)
+    _refuse_torch(leaves)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     moves = plan(cfg, rules)
     problems = differences(_shapes(leaves), {move.path: list(move.theirs.shape) for move in moves})
@@ -150,11 +151,7 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
         InvalidParameterError: tensors are missing, unknown or of a wrong shape (the message lists all), or PyTorch's;
             or the configuration ties a head that differs from the embeddings. Traced heads are not compared.
     """
-    for name, leaf in flat.items():
-        if type(leaf).__module__.partition(".")[0] == "torch":
-            raise InvalidParameterError(
-                f"{name} is a torch.{type(leaf).__name__}: give arrays, jnp.asarray(t.detach().float().numpy())"
-            )
+    _refuse_torch(flat)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     needless = {name for name in flat if name.endswith("rotary_emb.inv_freq")}
     needless |= {"lm_head.weight"} if cfg.tie_word_embeddings else set()
@@ -172,6 +169,14 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     leaves |= {name: flat[name] for name in specs if name not in apart}
     leaves |= {name: jnp.transpose(leaves[name], axes) for name, axes in stored_axes(specs).items()}
     return from_names(family(cfg).param_specs(cfg), leaves)
+
+
+def _refuse_torch(leaves: Mapping[str, Any]) -> None:
+    for name, leaf in leaves.items():
+        if type(leaf).__module__.partition(".")[0] == "torch":
+            raise InvalidParameterError(
+                f"{name} is a torch.{type(leaf).__name__}: give arrays, jnp.asarray(t.detach().float().numpy())"
+            )
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -220,7 +225,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
         covered = 0  # numbers
         for rule, expression, theirs, ours, given in read:
             match = expression.fullmatch(name)
-            if match is None:
+            if match is None or covered == math.prod(spec.shape):
                 continue
             sizes = _fit(rule, name, ours, spec.shape, _sizes(cfg) | given)
             indices = {letter: int(value) for letter, value in match.groupdict().items() if (value or "").isdigit()}
@@ -244,8 +249,8 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
 
 
 def _compiled(rule: Rule) -> re.Pattern[str]:
-    if not rule.scale:
-        raise ConfigError(f"rule {rule.name!r}: its scale is 0, which has no inverse")
+    if not (is_real(rule.scale) and rule.scale and math.isfinite(rule.scale)):
+        raise ConfigError(f"rule {rule.name!r}: its scale is {rule.scale!r}, expected a finite number other than 0")
     try:
         return re.compile(rule.name)
     except re.error as problem:
@@ -293,6 +298,8 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
 
     def axis(token: str) -> Axis:
         if match := _INDEX.fullmatch(token):
+            if int(match[1]) >= int(match[2]):
+                raise ConfigError(f"rule {rule.name!r}: {token!r} is index {match[1]} of an axis of {match[2]}")
             return Axis(at=int(match[1]), count=int(match[2]))
         if not token.startswith("["):
             return Axis(letters=letters(token))

@@ -194,7 +194,9 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
         ([Rule("(norm", "x", "D -> D")], "rule '(norm': its name is no regular expression: missing )"),
         ([Rule(".*norm.*", r"x.\1", "D -> D")], r"its path 'x.\\1' cannot be filled in: invalid group reference"),
         ([Rule(".*norm.*", r"x.\g<Z>", "D -> D")], r"its path 'x.\\g<Z>' cannot be filled in: unknown group name"),
-        ([Rule(".*norm.*", "x", "D -> D", 0.0)], "its scale is 0"),
+        ([Rule(".*norm.*", "x", "D -> D", 0.0)], "its scale is 0.0, expected a finite number other than 0"),
+        ([Rule(".*norm.*", "x", "D -> D", float("nan"))], "its scale is nan"),
+        ([Rule(".*norm.*", "x", "2/2 D -> D")], "'2/2' is index 2 of an axis of 2"),
         (
             [Rule(r".*(q|k)_proj\.weight", "h.x", "D I -> I D"), *RULES],
             "put model.layers.0.self_attn.k_proj.weight and model.layers.0.self_attn.q_proj.weight into one place, h.x",
@@ -283,3 +285,12 @@ def test_tensors_of_pytorch_are_refused_with_what_to_give():
     Tensor.__module__ = "torch"
     with pytest.raises(InvalidParameterError, match=r"model.norm.weight is a torch.Tensor: give arrays, jnp.asarray"):
         from_hf_names({"model.norm.weight": Tensor()}, LLAMA)
+    with pytest.raises(InvalidParameterError, match=r"norm is a torch.Tensor: give arrays"):
+        from_tree({"norm": Tensor()}, LLAMA, RULES)
+
+
+def test_the_first_rule_for_a_parameter_counts_and_a_last_one_may_match_all():
+    params = params_of("llama3")
+    tiny.assert_same_tree(
+        to_tree(params, LLAMA, [*RULES, Rule(r"(.*)", r"rest.\1", "S -> S")]), to_tree(params, LLAMA, RULES)
+    )
