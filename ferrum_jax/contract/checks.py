@@ -17,7 +17,7 @@ PLAIN_INTEGERS = frozenset({int, np.int32, np.int64})
 
 def is_integer(value: Any) -> bool:
     """True of an integer that is not a boolean."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.timedelta64))
 
 
 def is_real(value: Any) -> bool:
@@ -25,14 +25,15 @@ def is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: Any, least: int, error: type[FerrumError] = RequestValidationError) -> int:
-    """Returns an integer of at least `least`."""
+def check_int(name: str, value: Any, least: int | None, error: type[FerrumError] = RequestValidationError) -> int:
+    """Returns an integer, of at least `least` if that is given."""
+    expected = "an integer" if least is None else f"an integer of at least {least}"
     try:
         number = operator.index(value)
     except (RuntimeError, TypeError, ValueError):  # RuntimeError: a deleted array
         raise error(f"{name} is {safe_repr(value)}, expected an integer") from None
-    if isinstance(value, (bool, np.bool_)) or number < least:
-        raise error(f"{name} is {safe_repr(value)}, expected an integer of at least {least}")
+    if isinstance(value, (bool, np.bool_)) or (least is not None and number < least):
+        raise error(f"{name} is {safe_repr(value)}, expected {expected}")
     return number
 
 
@@ -65,21 +66,29 @@ def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArr
     try:
         array = np.asarray(tokens)
     except (RuntimeError, TypeError, ValueError) as problem:
+        if isinstance(tokens, (list, tuple)):
+            _check_each_token(cache_id, tokens, vocab_size)
         raise RequestValidationError(f"{cache_id!r}: tokens are no sequence of ids: {problem}") from None
+    if array.ndim == 0:
+        raise RequestValidationError(f"{cache_id!r}: tokens are a {type(tokens).__name__}, expected a sequence of ids")
     if array.ndim != 1:
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
     if array.size == 0:
         raise RequestValidationError(f"{cache_id!r}: needs at least one token, none were given")
-    has_bool = isinstance(tokens, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, tokens))
-    is_plain = array.dtype.kind in "iu" and not has_bool
+    is_plain = array.dtype.kind in "iu" and (hasattr(tokens, "dtype") or PLAIN_INTEGERS.issuperset(map(type, tokens)))
     if not is_plain or array.min() < 0 or array.max() >= vocab_size:
-        for position, token in enumerate(array.tolist() if is_plain else tokens):
-            what = f"{cache_id!r}: the token at position {position} is"
-            if not is_integer(token):
-                raise RequestValidationError(f"{what} {safe_repr(token)}, expected an integer id")
-            if not 0 <= token < vocab_size:
-                raise RequestValidationError(f"{what} {safe_repr(int(token))}, ids go from 0 to {vocab_size - 1}")
+        _check_each_token(cache_id, array.tolist() if is_plain else tokens, vocab_size)
     return array.astype(np.int32)
+
+
+def _check_each_token(cache_id: str, tokens: Sequence[Any], vocab_size: int) -> None:
+    for position, token in enumerate(tokens):
+        what = f"{cache_id!r}: the token at position {position} is"
+        kind = getattr(token, "dtype", None)  # of a scalar, or of an array without axes
+        if not (is_integer(token) if kind is None else np.asarray(token).dtype.kind in "iu" and token.ndim == 0):
+            raise RequestValidationError(f"{what} {safe_repr(token)}, expected an integer id")
+        if not 0 <= token < vocab_size:
+            raise RequestValidationError(f"{what} {safe_repr(int(token))}, ids go from 0 to {vocab_size - 1}")
 
 
 def check_single_tokens(cache_ids: Sequence[str], tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]]:
@@ -119,7 +128,10 @@ def check_distinct(cache_ids: Iterable[str]) -> None:
 
 def check_position(cache_id: str, name: str, given: Any, length: int) -> int:
     """Returns the caller's position, which must be the cache's length."""
-    position = check_int(f"{cache_id!r}: {name}", given, -(2**63))
+    try:
+        position = check_int(f"{cache_id!r}: {name}", given, None)
+    except RequestValidationError as problem:
+        raise RequestValidationError(f"{problem}, the cache holds {length} positions") from None
     if position != length:
         raise RequestValidationError(f"{cache_id!r}: {name} is {safe_repr(given)}, the cache holds {length} positions")
     return position

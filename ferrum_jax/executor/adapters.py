@@ -28,7 +28,7 @@ from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
+from ferrum_jax.weights.peft import PeftAdapter, has_files, lay_out, read_adapter
 
 T = TypeVar("T")
 KeptSequences = bool | Collection[str]  # that stay live while weights change: all, none, or those of these ids
@@ -105,9 +105,14 @@ class Adapters:
         if self.has(name):
             raise AlreadyExistsError(f"adapter {name!r} is loaded already, from {self._loaded[name].path or 'arrays'}")
 
-    def check_room(self, name: str) -> None:
-        """Raises ResourceExhaustedError if a new name needs room and no loaded adapter may be evicted."""
+    def check_room(self, name: str, path: str = "") -> None:
+        """Raises ResourceExhaustedError if a new name needs room and no loaded adapter may be evicted.
+
+        A path where an adapter's files are missing is refused first, as by `read`.
+        """
         if self.spec is not None and not self.has(name) and len(self._loaded) >= self.spec.max_loras:
+            if path and not has_files(path):
+                self.read(path)
             self._first_idle()
 
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:

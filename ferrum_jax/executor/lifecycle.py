@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError
+from ferrum_jax.contract.errors import CancelledError, DeviceError, FerrumError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.sharding.mesh import leave_mesh
 
@@ -38,6 +38,8 @@ class Lifecycle:
             left.__exit__(None, None, None)
         if problem is not None and not self.paused and self._is_lost():
             self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+            if isinstance(problem, Exception) and not isinstance(problem, FerrumError):
+                raise DeviceError(self._failed_text) from problem
 
     def check_not_closed(self) -> None:
         """Raises CancelledError after `close`."""
@@ -54,4 +56,8 @@ class Lifecycle:
     def check_not_failed(self) -> None:
         """Raises DeviceError after a failure."""
         if self.state is ExecutorState.Error:
-            raise DeviceError(f"a step failed on the device, only reset() helps: {self._failure}")
+            raise DeviceError(self._failed_text)
+
+    @property
+    def _failed_text(self) -> str:
+        return f"a step failed on the device, only reset() helps: {self._failure}"

@@ -170,7 +170,8 @@ class LLM:
     def reset(self) -> None:
         """Drops every sequence of the model; also recovers from a step that failed on the device.
 
-        Running requests are recomputed, and their answers stay the same. Requests that the failure ended stay failed.
+        Running requests are recomputed under the weights of now, and their answers stay the same unless weights have
+        changed meanwhile. Requests that the failure ended stay failed.
         """
         self.engine.call(self.engine.scheduler.reset)
 
@@ -194,9 +195,9 @@ class LLM:
             live: what happens to running requests. `wait`: they end under the old weights, others begin after the
                 change. `abort`: they end with the reason `abort` and the answer so far; scoring ends with a
                 CancelledError. `keep`: they go on with the KV of the old weights; requests without a token yet restart,
-                and a request that is preempted later is recomputed under the new weights. `recompute`: they go on, and
-                their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the weights
-                that computed it first.
+                and a request that is preempted or reset later is recomputed under the new weights. `recompute`: they go
+                on, and their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the
+                weights that computed it first.
 
         Returns:
             The version of these weights, as in `RequestOutput.weight_versions`.

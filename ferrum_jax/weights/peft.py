@@ -47,6 +47,11 @@ class PeftAdapter:
     projections: Mapping[str, Halves]  # by names such as `model.layers.3.self_attn.q_proj`; `up` includes the scale
 
 
+def has_files(folder: str | Path) -> bool:
+    """True if both files of an adapter exist."""
+    return all((Path(folder) / name).is_file() for name in (CONFIG, WEIGHTS))
+
+
 def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     """Reads an adapter for a model; every tensor must belong to a target, and every target must have its tensors.
 

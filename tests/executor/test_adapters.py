@@ -215,6 +215,8 @@ def test_without_room_no_file_is_read(
     """A request that waits for room asks in every step."""
     for name in ("one", "two"):
         runner.load_lora(name, adapter_folders[name])
+    with pytest.raises(NotFoundError, match="/nowhere"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="three", path="/nowhere"))
     monkeypatch.setattr(runner._adapters, "read", lambda _: pytest.fail("it is read"))
     for name in ("one", "two"):
         runner.set_lora_adapter_for_cache(name, ActiveLoraAdapter(name=name, path=adapter_folders[name]))

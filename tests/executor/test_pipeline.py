@@ -523,6 +523,17 @@ def test_a_failure_while_a_step_is_read_is_an_error_until_reset_and_what_was_beg
     np.testing.assert_allclose(runner.decode("a", 8, 9), oracle([*HELD["a"], 8])[-1], atol=TOLERANCE, rtol=0)
 
 
+def test_the_call_in_which_the_kv_is_lost_is_a_device_error_too(runner: ModelRunner):
+    runner.prefill("a", [1, 2])
+    for leaf in jax.tree.leaves(runner._device.kv):
+        leaf.delete()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="only reset"):
+            runner.decode("a", 3, 2)
+    runner.reset()
+    assert runner.state is ExecutorState.Ready
+
+
 def test_a_step_cannot_be_read_after_close(params: ParamTree, reusing_runner: ModelRunner):
     with make_runner(params, REUSING) as closing:
         closing._programs._steps.update(reusing_runner._programs._steps)

@@ -1,5 +1,6 @@
 """Each row of the contract's table of edge cases; a refused call changes nothing."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,23 @@ REFUSALS = {
     ),
     "token that is a bool": Refusal(lambda r: r.prefill("a", [True]), RequestValidationError, "position 0 is True"),
     "a bool among tokens": Refusal(lambda r: r.prefill("a", [5, True]), RequestValidationError, "position 1 is True"),
+    "a bool in an array among tokens": Refusal(
+        lambda r: r.prefill("a", wrong([5, jnp.array(True)])), RequestValidationError, "position 1 is"
+    ),
+    "a bool among tokens of another sequence": Refusal(
+        lambda r: r.prefill("a", wrong(deque([5, True]))), RequestValidationError, "position 1 is True"
+    ),
+    "a duration among tokens": Refusal(
+        lambda r: r.prefill("a", wrong([5, np.timedelta64(3, "s")])), RequestValidationError, "position 1 is"
+    ),
+    "a list among tokens": Refusal(
+        lambda r: r.prefill("a", wrong([1, [2]])), RequestValidationError, "position 1 is [2]"
+    ),
+    "no tokens at all": Refusal(
+        lambda r: r.prefill("a", wrong(None)),
+        RequestValidationError,
+        "tokens are a NoneType, expected a sequence of ids",
+    ),
     "a negative pos": Refusal(lambda r: r.decode("a", 1, -1), RequestValidationError, "pos is -1, the cache holds 10"),
     "tokens that are text": Refusal(lambda r: r.prefill("a", wrong("hello")), RequestValidationError, "text"),
     "tokens of rank 2": Refusal(
@@ -81,7 +99,9 @@ REFUSALS = {
     "pos behind": Refusal(lambda r: r.decode("a", 1, 9), RequestValidationError, "pos is 9, the cache holds 10"),
     "pos ahead": Refusal(lambda r: r.decode("a", 1, 11), RequestValidationError, "pos is 11, the cache holds 10"),
     "pos that is no integer": Refusal(
-        lambda r: r.decode("a", 1, wrong("10")), RequestValidationError, "expected an integer"
+        lambda r: r.decode("a", 1, wrong("10")),
+        RequestValidationError,
+        "expected an integer, the cache holds 10 positions",
     ),
     "pos_offset ahead": Refusal(
         lambda r: r.unified_forward([("a", [1], 12, True)]),

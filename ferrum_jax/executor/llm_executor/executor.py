@@ -117,6 +117,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         `ferrum_attention_layers`, lists of layers as `DecoderOnlyLLM.capture` counts them, the output has their hidden
         states and attention weights, in the order of the lists.
         """
+        self._table.check_ready()
         rows = requests.prefill_rows([input], self._vocab_size)
         return (await self._worker.run("prefill", rows, model_calls.prefill))[0]
 
@@ -125,6 +126,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         Each prompt that wants full logits or activations runs in a forward of its own.
         """
+        self._table.check_ready()
         rows = requests.prefill_rows(inputs, self._vocab_size)
         return await self._worker.run("prefill", rows, partial(model_calls.prefill, together=True))
 
@@ -134,11 +136,13 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         With the metadata `ferrum_hidden_layers`, a list of one layer, and `ferrum_attention_layers`, the output has
         the token's hidden state `[1, hidden]` and attention weights `[1, heads, positions]`.
         """
+        self._table.check_ready()
         rows = requests.decode_rows([input], self._vocab_size)
         return (await self._worker.run("decode", rows, model_calls.decode))[0]
 
     async def batch_decode(self, inputs: Sequence[tensors.DecodeInput]) -> list[tensors.DecodeOutput]:
         """Appends one token to each of several sequences in one forward, all or nothing, in order."""
+        self._table.check_ready()
         rows = requests.decode_rows(inputs, self._vocab_size)
         return await self._worker.run("decode", rows, model_calls.decode)
 
@@ -147,6 +151,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         `handle(seq_id)` returns a handle on a sequence that began here without one.
         """
+        self._table.check_ready()
         if not isinstance(batch, tensors.UnifiedBatch):
             raise RequestValidationError(f"batch is a {type(batch).__name__}, expected a UnifiedBatch")
         rows = requests.unified_rows(batch.items, self._vocab_size)
@@ -158,6 +163,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         Output i is the distribution after token i, with a handle that ends there: to go on from it, truncate to it.
         """
+        self._table.check_ready()
         rows = requests.decode_rows(inputs, self._vocab_size)
         if not rows:
             raise RequestValidationError("inputs are empty, verifying needs at least one token")
@@ -171,6 +177,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         The input's policy must be `FullLogits`; the draft may be empty. Nothing is sampled: choose from `next_logits`.
         """
+        self._table.check_ready()
         (row,) = requests.decode_rows([input], self._vocab_size)
         if not isinstance(row.policy, FullLogits):
             raise UnsupportedError(f"policy {type(row.policy).__name__}: speculation returns full logits only")
@@ -184,6 +191,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         A roll back that runs when its caller is cancelled is not undone: the dropped positions are gone.
         """
+        self._table.check_ready()
         length, table = check_int("new_len", new_len, 0), self._table
         await self._worker.run(None, (), lambda _log, _rows: table.truncate(live_sequence(handle, table), length))
 
@@ -192,6 +200,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
         Rows run together where the model and its free slots allow it, else one after another.
         """
+        self._table.check_ready()
         rows = requests.token_rows("input_ids", input_ids, self._vocab_size)
         return await self._worker.run("prefill", rows, model_calls.forward)
 
@@ -231,8 +240,8 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
         """Rolls back a sequence of the model; an unknown id, or a length past its end, is no error."""
-        length = check_int("new_len", new_len, 0)
         self._table.check_ready()
+        length = check_int("new_len", new_len, 0)
         with self._table.held():
             self._table.truncate_by_id(check_cache_id(cache_id), length)
 
@@ -290,4 +299,4 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     def supports_batch_size(self, batch_size: int) -> bool:
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
         self._table.check_ready()
-        return 1 <= check_int("batch_size", batch_size, -(2**63)) <= self._capabilities.max_batch_size
+        return 1 <= check_int("batch_size", batch_size, None) <= self._capabilities.max_batch_size

@@ -150,11 +150,13 @@ def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
             raise RequestValidationError(f"{row.label} has {row.handle!r}, {first.label} {first.handle!r}: share one")
         if row.options != first.options:
             raise RequestValidationError(f"{row.label} and {first.label} ask for different options of one sequence")
-    given = [row.positions for row in rows if row.positions is not None]
-    if given and len(given) != len(rows):
-        raise RequestValidationError(f"{len(given)} of {len(rows)} inputs have position_ids: give all or none")
+    given = {at: int(row.positions[0]) for at, row in enumerate(rows) if row.positions is not None}
+    starts = {position - at for at, position in given.items()}
+    if len(starts) > 1:
+        raise UnsupportedError(f"inputs have position_ids {list(given.values())}, only consecutive ones are possible")
+    positions = starts.pop() + np.arange(len(rows)) if given else None
     tokens = [token for row in rows for token in row.tokens]
-    return replace(first, label="inputs", tokens=tokens, positions=np.concatenate(given) if given else None)
+    return replace(first, label="inputs", tokens=tokens, positions=positions)
 
 
 def extend_row(row: RowRequest, draft_tokens: Any, vocab_size: int) -> RowRequest:

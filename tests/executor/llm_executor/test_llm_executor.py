@@ -181,6 +181,12 @@ def test_verifying_returns_every_position_and_its_handle(executor: LlmExecutor, 
     assert [out.kv_cache.is_valid() for out in outs] == [False, False, True]
     run(executor.truncate_kv(handle, 6))
     assert outs[0].kv_cache.is_valid()
+    short = outs[0].kv_cache
+    again = run(
+        executor.forward_verify([token(SECOND[1], short), token(SECOND[2], short, position_ids=np.array([[7]]))])
+    )
+    np.testing.assert_allclose(np.concatenate([out.logits for out in again]), expected[1:], atol=ATOL)
+    run(executor.truncate_kv(handle, 6))
     on = run(executor.decode(token(8, outs[0].kv_cache)))
     np.testing.assert_allclose(on.logits[0], oracle([*FIRST, SECOND[0], 8])[-1], atol=ATOL)
 
