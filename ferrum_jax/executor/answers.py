@@ -1,5 +1,6 @@
 """Reads the outputs of steps: from arrays on the device to one answer per row."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, fields
 from typing import Any, NamedTuple
@@ -135,9 +136,9 @@ class _Choices:
 
     def at(self, index: int, settings: SlotSettings) -> TokenChoice:
         """Returns the choice of one row of logits."""
-        if settings.num_logprobs < 0:  # the step may have computed some for another row
-            return TokenChoice(self._ids[index], 0.0, 0.0)
         raw, processed = self._numbers[index]
+        if settings.num_logprobs < 0:  # the step may have computed some for another row
+            return TokenChoice(self._ids[index], raw if math.isnan(raw) else 0.0, 0.0)
         if settings.num_logprobs == 0:
             return TokenChoice(self._ids[index], raw, processed)
         most = settings.num_logprobs

@@ -88,7 +88,10 @@ class WithCaptures(NamedTuple):
 
 
 class TokenChoice(NamedTuple):
-    """A token that was chosen on the device; log-probabilities are 0 where its settings want none."""
+    """A token that was chosen on the device; log-probabilities are 0 where its settings want none.
+
+    `logprob` is NaN, whatever the settings want, if the logits are not finite; the token then means nothing.
+    """
 
     token_id: int
     logprob: float  # under the model's own distribution

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from ferrum_jax.contract.errors import (
     InternalError,
     RequestValidationError,
     ResourceExhaustedError,
+    UnsupportedError,
 )
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
@@ -49,6 +51,7 @@ class Engine:
         self._lock = threading.Lock()  # of the next two
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self.pid = os.getpid()
         _ENGINES.add(self)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # last registered, first called: before what ends the model's own threads
@@ -118,6 +121,8 @@ class Engine:
     def _put(self, message: list[Request] | _Call) -> None:
         if threading.current_thread() is self._thread:
             raise RequestValidationError("an LLM was called in the middle of a step of its own")
+        if os.getpid() != self.pid:
+            raise UnsupportedError("this LLM was made before the process forked: make one in the child, or use spawn")
         with self._lock:
             if self._is_closed:
                 raise CancelledError("this LLM is closed")
@@ -198,4 +203,5 @@ _ENGINES: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 def _close_all() -> None:
     """Ends the threads before the interpreter would, perhaps in the middle of a device call."""
     for engine in list(_ENGINES):
-        engine.close()
+        if engine.pid == os.getpid():  # a forked child has none of its parent's threads
+            engine.close()

@@ -39,8 +39,9 @@ class SamplingParams(Sampling):
         logit_bias: added to the logits of token ids; -inf forbids a token. At most 512 ids, together with those that
             `bad_words` forbid at one time.
         allowed_token_ids: only these may be chosen; None allows all.
-        bad_words: texts that the answer must not contain, at most 1024, each tokenised alone and after a space. If no
-            other token may come next, the answer ends with an error.
+        bad_words: texts whose tokens the answer must not contain in a row, at most 1024, each tokenised alone and after
+            a space; a text that is spelled with other tokens is not recognised. If no other token may come next, the
+            answer ends with an error.
         min_tokens: number of tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen,
             and no `stop` ends the answer; at most the KV capacity left after the prompt.
         seed: makes sampling repeatable, alone or in any batch; a random seed for each request if None.

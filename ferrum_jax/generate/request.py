@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
@@ -235,6 +236,9 @@ class Request:
         """Appends a generated token, chosen by weights of this version, and decides whether it was the last."""
         if self.refusal is not None:  # no token was allowed, so this one means nothing
             self.error = self.refusal
+            return
+        if math.isnan(choice.logprob):
+            self.error = ModelError("its logits are not finite: weights, an adapter or an intervention may hold NaN")
             return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted

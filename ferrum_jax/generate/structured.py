@@ -35,7 +35,8 @@ class Structured:
     """The form of an answer: exactly one of these. Names are those of vLLM's `StructuredOutputsParams`.
 
     Args:
-        json: a JSON schema, as a mapping or as text.
+        json: a JSON schema, as a mapping or as text. Whitespace is free, unless the schema has the key
+            `"x-guidance": {"whitespace_flexible": False}`.
         json_object: True for any JSON object.
         regex: a regular expression that the whole answer matches, in Rust's syntax.
         choice: the texts that the answer may be.
@@ -192,7 +193,9 @@ class FormCompiler:
         except ValueError as problem:
             raise RequestValidationError(f"this {kind} cannot be read: {problem}") from None
         if matcher.is_error():
-            raise RequestValidationError(f"this {kind} cannot be followed: {first_line(matcher.get_error())}")
+            lines = matcher.get_error().splitlines()
+            reasons = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+            raise RequestValidationError(f"this {kind} cannot be followed: {' '.join([*lines[:1], *reasons])}")
         return AnswerForm(matcher, self._size)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +156,9 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
-            raise TokenizerError(f"text must be a str of valid Unicode, found {text!r:.80}") from error
+            wrong = re.search("[\ud800-\udfff]", text) if isinstance(text, str) else None
+            shown = text[max(0, wrong.start() - 20) :] if wrong else text
+            raise TokenizerError(f"text must be a str of valid Unicode, found {shown!r:.80}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""

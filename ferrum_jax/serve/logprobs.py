@@ -52,8 +52,8 @@ class TextLogprobs:
     ) -> dict[str, Any]:
         """Reports tokens, their log-probabilities (None for the first) and the likeliest tokens in their places.
 
-        The likeliest include the token itself, with the same number. Of tokens with the same text the likeliest is
-        reported. The first `num_echoed` tokens are those of the text `echo`.
+        The likeliest include the token itself, with the same number, unless another of them has the same text: of those
+        the likeliest is reported. The first `num_echoed` tokens are those of the text `echo`.
         """
         told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for at, (token, logprob, top) in enumerate(entries):

@@ -3,18 +3,26 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
-from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, ModelError
+from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, ModelError, UnsupportedError
+from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.drafts import PromptLookup
 from ferrum_jax.generate.model_draft import ModelDraft
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.speculation import Speculation
+from ferrum_jax.models.hooks import Edit, Point
+from ferrum_jax.models.specs import ParamTree
 from tests.fake import CountingLLM, answer
+from tests.generate.conftest import MakeRunner, is_empty
 from tests.generate.drafting import RollingLLM, finish, request
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -215,3 +223,37 @@ def test_a_closed_async_llm_says_so_and_knows_no_request_to_abort():
 
     asyncio.run(main())
     assert inner.generate([[1]], PARAMS)[0].finished
+
+
+def test_after_a_fork_an_llm_says_so():
+    llm = LLM.from_model(CountingLLM())
+    llm.engine.pid -= 1
+    with pytest.raises(UnsupportedError, match="made before the process forked"):
+        raise within(lambda: llm.generate([[1, 2]], PARAMS))
+
+
+@pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4, "decode_rows": (8,)}])
+@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)])
+def test_a_token_of_logits_that_are_not_finite_is_an_error(
+    new_runner: MakeRunner, params: ParamTree, changes: dict[str, Any], speculation: Speculation | None
+):
+    asked = [
+        replace(PARAMS, temperature=0.7),
+        PARAMS,
+        replace(PARAMS, logprobs=True),
+        replace(PARAMS, logit_bias={3: 1}),
+    ]
+    with new_runner(**changes) as runner:
+        llm = LLM.from_model(runner, speculation=speculation)
+        llm.set_params(jax.tree.map(lambda x: x * jnp.nan, params))
+        outs = llm.generate([[1, 2]] * 4, asked, return_errors=True)
+        for out in outs:
+            assert isinstance(out.error, ModelError)
+            assert "logits are not finite" in str(out.error)
+            assert out.token_ids == []
+        llm.set_params(params)
+        edits = [None, Interventions({Point("resid_post", 0): Edit(add=np.array(np.inf, np.float32))})]
+        good, bad = llm.generate([[1, 2]] * 2, PARAMS, interventions=edits, return_errors=True)
+        assert (good.error, len(good.token_ids)) == (None, 3)
+        assert isinstance(bad.error, ModelError)
+        assert is_empty(runner)

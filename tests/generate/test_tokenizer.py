@@ -656,8 +656,8 @@ def test_another_kind_of_file_is_refused(tmp_path: Path):
 
 def test_ids_and_text_out_of_range_are_refused(tmp_path: Path):
     tokenizer = load_tokenizer(write_folder(tmp_path))
-    with pytest.raises(TokenizerError, match="valid Unicode"):
-        tokenizer.encode("a\ud800")
+    with pytest.raises(TokenizerError, match=r"valid Unicode, found 'b{20}.ud800c'"):
+        tokenizer.encode("a" + "b" * 80 + "\ud800c")
     with pytest.raises(TokenizerError, match=r"\[-1\]"):
         tokenizer.decode([-1])
     with pytest.raises(TokenizerError, match="-1"):

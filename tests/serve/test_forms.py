@@ -123,6 +123,7 @@ def test_a_forced_answer_is_a_call_with_arguments_as_declared(form: str):
     for wrong in (
         write(form, WRONG),
         write(form, FREE),
+        write(form, ("stop", "{\n}")),
         write(form, UNKNOWN),
         "Sunny.",
         "",

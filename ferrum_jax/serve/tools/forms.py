@@ -16,7 +16,12 @@ from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # else a model may go on with spaces for ever
+}
 
 
 def call_form(
