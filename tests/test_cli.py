@@ -295,6 +295,7 @@ def app():
         gc.collect()
     time.sleep(60)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
 cli.app = app
 cli.main()
 """

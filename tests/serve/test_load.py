@@ -268,7 +268,7 @@ def test_an_answer_that_did_not_come_in_time_took_that_long(held: Scripted):
         assert httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=SECONDS, trust_env=False).status_code == 408
         held.gate.set()
         until(lambda: sum(bucket.get() for bucket in whole._buckets) == 1)
-        assert whole._sum.get() >= 0.4
+        assert whole._sum.get() >= 0.3
 
 
 def test_headers_that_do_not_end_are_a_431(held: Scripted):
