@@ -1,11 +1,12 @@
 """`ferrum-jax`: generate text, converse, serve, inspect, plan for, compile or convert a model, list devices."""
 
+import contextlib
 import io
 import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -38,11 +39,9 @@ def main() -> None:
     """Runs the command line; an error of this package is one line on standard error and exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "SIGALRM"):
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        sys.unraisablehook = _interrupt_again
     try:
-        app()
+        with _no_interrupt_lost():
+            app()
     except FerrumError as problem:
         Console(stderr=True).print(f"[red]{problem.kind} error:[/red]", end=" ")
         print(problem, file=sys.stderr)
@@ -54,12 +53,27 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _interrupt_again(dropped: "sys.UnraisableHookArgs") -> None:
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
     """Sends an interrupt anew that Python dropped, as it does in destructors and callbacks of the garbage collector."""
-    if issubclass(dropped.exc_type, KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-    else:
-        sys.__unraisablehook__(dropped)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    before = sys.unraisablehook
+
+    def interrupt_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            before(dropped)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    sys.unraisablehook = interrupt_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @app.command()

@@ -104,8 +104,8 @@ def load(
         kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and no
             scales: numbers are clipped to -448 to 448.
         max_seqs: live sequences.
-        kv_capacity: positions that one sequence can have, at most the model's maximum, to which a larger number is
-            cut; if None, that, but at most 4096.
+        kv_capacity: positions that one sequence can have; a number above the model's maximum is cut to that. If None,
+            the model's maximum, up to 4096.
         block_size: positions per KV block.
         prefix_cache: reuse of common prefixes.
         kv_blocks: blocks in the pool.

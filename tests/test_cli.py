@@ -309,8 +309,10 @@ def test_an_interrupt_that_python_drops_is_sent_anew(where: str):
 
 
 def test_devices_lists_what_jax_sees(run: Run):
+    before = sys.unraisablehook
     code, out, err = run("devices")
     assert (code, err) == (0, "")
+    assert sys.unraisablehook is before
     assert out.startswith("jax ")
     assert "cpu:0" in out
     assert "default dtype float32" in out

@@ -232,8 +232,7 @@ def choose_rows(
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
     ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
     ids, raw, processed, top_ids, top = lax.switch(which, ways)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
-    raw = jnp.where(chosen < jnp.inf, raw, jnp.nan)  # tells the host also where no log-probability is wanted
+    raw = jnp.where(sampling.are_finite(logits), raw, jnp.nan)  # also where no log-probability is wanted
     return _sampled(ids, raw, processed, top_ids, top)
 
 

@@ -17,12 +17,16 @@ PLAIN_INTEGERS = frozenset({int, np.int32, np.int64})
 
 def is_integer(value: Any) -> bool:
     """True of an integer that is not a boolean."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.timedelta64))
+    return _is_integer_type(type(value))
+
+
+def _is_integer_type(kind: type) -> bool:
+    return issubclass(kind, numbers.Integral) and not issubclass(kind, (bool, np.timedelta64))
 
 
 def is_real(value: Any) -> bool:
     """True of a number that is not a boolean."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.timedelta64))
 
 
 def check_int(name: str, value: Any, least: int | None, error: type[FerrumError] = RequestValidationError) -> int:
@@ -75,7 +79,7 @@ def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArr
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
     if array.size == 0:
         raise RequestValidationError(f"{cache_id!r}: needs at least one token, none were given")
-    is_plain = array.dtype.kind in "iu" and (hasattr(tokens, "dtype") or PLAIN_INTEGERS.issuperset(map(type, tokens)))
+    is_plain = array.dtype.kind in "iu" and _are_tokens(tokens)
     if not is_plain or array.min() < 0 or array.max() >= vocab_size:
         _check_each_token(cache_id, array.tolist() if is_plain else tokens, vocab_size)
     return array.astype(np.int32)
@@ -84,11 +88,28 @@ def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArr
 def _check_each_token(cache_id: str, tokens: Sequence[Any], vocab_size: int) -> None:
     for position, token in enumerate(tokens):
         what = f"{cache_id!r}: the token at position {position} is"
-        kind = getattr(token, "dtype", None)  # of a scalar, or of an array without axes
-        if not (is_integer(token) if kind is None else np.asarray(token).dtype.kind in "iu" and token.ndim == 0):
+        if not _is_token(token):
             raise RequestValidationError(f"{what} {safe_repr(token)}, expected an integer id")
-        if not 0 <= token < vocab_size:
-            raise RequestValidationError(f"{what} {safe_repr(int(token))}, ids go from 0 to {vocab_size - 1}")
+        number = int(np.asarray(token))  # not on a device: comparing there would compile
+        if not 0 <= number < vocab_size:
+            raise RequestValidationError(f"{what} {safe_repr(number)}, ids go from 0 to {vocab_size - 1}")
+
+
+def _are_tokens(tokens: Sequence[Any]) -> bool:
+    if hasattr(tokens, "dtype"):
+        return True
+    return all(map(_is_integer_type, set(map(type, tokens)))) or all(map(_is_token, tokens))
+
+
+def _is_token(token: Any) -> bool:
+    """True of an integer, and of an array of one integer without axes."""
+    if is_integer(token):
+        return True
+    try:
+        array = np.asarray(token)
+    except (RuntimeError, TypeError, ValueError):  # a deleted or a traced array
+        return False
+    return array.ndim == 0 and array.dtype.kind in "iu"
 
 
 def check_single_tokens(cache_ids: Sequence[str], tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]]:

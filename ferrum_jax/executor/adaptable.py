@@ -33,7 +33,7 @@ class Adaptable(Observable):
                 adapters.check_enabled(adapter.name)
             adapters.check_binding(key, adapter, self._pipeline.table.length(key))
             if adapter is not None and adapters.find(adapter) is None:
-                adapters.check_room(adapter.name, adapter.path)  # not after reading: schedulers ask again at every step
+                adapters.check_room(adapter.name, adapter.path)  # before it is read: schedulers ask in every step
                 self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
             adapters.bind(key, None if adapter is None else adapters.find(adapter))
 

@@ -1,13 +1,22 @@
 """The lock and state of a runner: one thread at a time, and no call after a device failure or a close."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from ferrum_jax.contract.errors import CancelledError, DeviceError, FerrumError, RequestValidationError
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    DeviceError,
+    FerrumError,
+    RequestValidationError,
+    UnsupportedError,
+)
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.sharding.mesh import leave_mesh
+
+_FAILED = "a step failed on the device, only reset() helps: "
 
 
 class Lifecycle:
@@ -27,6 +36,7 @@ class Lifecycle:
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""
+        self._pid = os.getpid()  # the threads of JAX are not in a child
         self._meshes_left: list[contextlib.AbstractContextManager[Any] | None] = []
 
     def __enter__(self) -> None:
@@ -37,9 +47,10 @@ class Lifecycle:
         if (left := self._meshes_left.pop()) is not None:
             left.__exit__(None, None, None)
         if problem is not None and not self.paused and self._is_lost():
-            self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+            self.state = ExecutorState.Error
+            self._failure = str(problem).removeprefix(_FAILED) or type(problem).__name__  # a replica may have said it
             if isinstance(problem, Exception) and not isinstance(problem, FerrumError):
-                raise DeviceError(self._failed_text) from problem
+                raise DeviceError(_FAILED + self._failure) from problem
 
     def check_not_closed(self) -> None:
         """Raises CancelledError after `close`."""
@@ -50,14 +61,12 @@ class Lifecycle:
         """Raises after `close`, DeviceError after a failure, and RequestValidationError while it is paused."""
         self.check_not_closed()
         self.check_not_failed()
+        if os.getpid() != self._pid:
+            raise UnsupportedError(f"this {self._noun} was made before the process forked: make one in the child")
         if self.paused:
             raise RequestValidationError(self.paused)
 
     def check_not_failed(self) -> None:
         """Raises DeviceError after a failure."""
         if self.state is ExecutorState.Error:
-            raise DeviceError(self._failed_text)
-
-    @property
-    def _failed_text(self) -> str:
-        return f"a step failed on the device, only reset() helps: {self._failure}"
+            raise DeviceError(_FAILED + self._failure)

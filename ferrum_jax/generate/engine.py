@@ -20,6 +20,7 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.updates import Update
@@ -121,8 +122,8 @@ class Engine:
     def _put(self, message: list[Request] | _Call) -> None:
         if threading.current_thread() is self._thread:
             raise RequestValidationError("an LLM was called in the middle of a step of its own")
-        if os.getpid() != self.pid:
-            raise UnsupportedError("this LLM was made before the process forked: make one in the child, or use spawn")
+        if os.getpid() != self.pid and (self._thread is not None or isinstance(self.scheduler.model, ModelRunner)):
+            raise UnsupportedError("this LLM was made before the process forked: make one in the child")
         with self._lock:
             if self._is_closed:
                 raise CancelledError("this LLM is closed")

@@ -237,7 +237,7 @@ class Request:
         if self.refusal is not None:  # no token was allowed, so this one means nothing
             self.error = self.refusal
             return
-        if math.isnan(choice.logprob):
+        if isinstance(choice.logprob, float) and math.isnan(choice.logprob):
             self.error = ModelError("its logits are not finite: weights, an adapter or an intervention may hold NaN")
             return
         if len(self.tokens) == len(self.prompt):

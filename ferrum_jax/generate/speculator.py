@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -63,6 +64,8 @@ class Speculator:
             verdicts = [
                 _judge(request, draft, answer) for (request, draft), answer in zip(drafted, answers, strict=True)
             ]
+            # A drafted token whose numbers are not finite spoils those before it: then the ordinary step decides.
+            verdicts = [[] if any(math.isnan(one.logprob) for one in verdict) else verdict for verdict in verdicts]
             for (request, draft), verdict in zip(drafted, verdicts, strict=True):
                 if len(verdict) <= len(draft.tokens):
                     self._backend.truncate_kv(request.cache_id, request.num_read + len(verdict))
@@ -75,9 +78,14 @@ class Speculator:
             ):
                 return []
             raise
+        ahead = []
         for (request, draft), verdict in zip(drafted, verdicts, strict=True):
-            self._hand_out(request, draft, verdict)
-        return [request for request, _ in drafted]
+            if verdict:
+                self._hand_out(request, draft, verdict)
+                ahead.append(request)
+            else:
+                request.forget_settings()  # the device has counted tokens that are not part of the answer
+        return ahead
 
     def forget(self, cache_id: str) -> None:
         """Frees what the source holds for a request; an error of the source is logged, not raised."""

@@ -81,7 +81,7 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> dict[st
 def name_of(path: tuple[Any, ...]) -> str:
     """Joins a pytree path by dots, as checkpoints name it; leaves out the keys that `nnx.Variable` adds at the end."""
     parts: list[str] = []
-    while path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
+    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("value", "raw_value"):
         path = path[:-1]
     for key in path:
         own = next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))

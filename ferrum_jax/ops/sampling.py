@@ -222,6 +222,11 @@ def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jnp.where(x == x.max(axis=-1, keepdims=True), every, x.shape[-1] - 1).min(axis=-1)
 
 
+def are_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Returns True for rows without NaN or infinity; numbers of -inf may be among others."""
+    return jnp.isfinite(native.best(logits, 1)[0][:, 0] if _has_kernel(logits) else logits.max(axis=-1))
+
+
 def likeliest(logits: Float[Array, "R V"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """Returns the likeliest tokens of each row, best first, and their log-probabilities."""
     found, ids = best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))

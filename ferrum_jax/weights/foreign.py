@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import check_no_problems, differences, is_real, listed
+from ferrum_jax.contract.checks import check_no_problems, differences, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
@@ -249,7 +249,11 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
 
 
 def _compiled(rule: Rule) -> re.Pattern[str]:
-    if not (is_real(rule.scale) and rule.scale and math.isfinite(rule.scale)):
+    try:
+        scale = 0.0 if isinstance(rule.scale, str) else float(rule.scale)
+    except (OverflowError, TypeError, ValueError):
+        scale = 0.0
+    if not scale or not math.isfinite(scale):
         raise ConfigError(f"rule {rule.name!r}: its scale is {rule.scale!r}, expected a finite number other than 0")
     try:
         return re.compile(rule.name)

@@ -4,6 +4,7 @@ Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class PeftAdapter:
 
 def has_files(folder: str | Path) -> bool:
     """True if both files of an adapter exist."""
-    return all((Path(folder) / name).is_file() for name in (CONFIG, WEIGHTS))
+    return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, WEIGHTS))
 
 
 def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:

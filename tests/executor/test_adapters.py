@@ -217,6 +217,8 @@ def test_without_room_no_file_is_read(
         runner.load_lora(name, adapter_folders[name])
     with pytest.raises(NotFoundError, match="/nowhere"):
         runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="three", path="/nowhere"))
+    with pytest.raises(NotFoundError, match="name too long"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="three", path="n" * 5000))
     monkeypatch.setattr(runner._adapters, "read", lambda _: pytest.fail("it is read"))
     for name in ("one", "two"):
         runner.set_lora_adapter_for_cache(name, ActiveLoraAdapter(name=name, path=adapter_folders[name]))

@@ -317,8 +317,9 @@ def test_a_replica_that_fails_stops_all_until_reset(two: ReplicatedRunner, oracl
     two.replicas[1]._life.state = ferrum_jax.contract.ExecutorState.Error
     with pytest.raises(DeviceError):
         two.unified_forward([("b", [3], 0, True), ("c", [3], 0, True)])
-    with pytest.raises(DeviceError, match="only reset"):
+    with pytest.raises(DeviceError, match="only reset") as caught:
         two.prefill("a", [3])
+    assert str(caught.value).count("only reset") == 1
     two.reset()
     check(two.prefill("a", [1, 2]), oracle, [1, 2])
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,3 +98,19 @@ def test_what_has_no_repr_is_shown_by_its_type():
     assert safe_repr("a") == "'a'"
     assert safe_repr(HUGE) == "a int that cannot be shown"
     assert safe_repr(_deleted()) == "a ArrayImpl that cannot be shown"
+
+
+def test_a_token_on_a_device_compiles_nothing_and_a_deleted_one_is_refused(runner: ModelRunner, compiles: list[str]):
+    token: Any = jnp.array(3)
+    gone: Any = jnp.array(4)
+    gone.delete()
+    mixed: Any = [token, np.array(4, np.uint16), 5]
+    runner.prefill("a", mixed)
+    compiles.clear()
+    with jax.transfer_guard("disallow"):
+        runner.decode("a", token, 3)
+    for call in (lambda: runner.decode("a", gone, 4), lambda: runner.prefill("b", [1, gone])):
+        with pytest.raises(RequestValidationError, match="expected an integer id"):
+            call()
+    assert compiles == []
+    runner.release("a")

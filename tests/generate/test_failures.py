@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,9 @@ import pytest
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, ModelError, UnsupportedError
 from ferrum_jax.executor.interventions import Interventions
-from ferrum_jax.generate.drafts import PromptLookup
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate import engine
+from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, PromptLookup
 from ferrum_jax.generate.model_draft import ModelDraft
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
@@ -225,11 +227,25 @@ def test_a_closed_async_llm_says_so_and_knows_no_request_to_abort():
     assert inner.generate([[1]], PARAMS)[0].finished
 
 
-def test_after_a_fork_an_llm_says_so():
-    llm = LLM.from_model(CountingLLM())
-    llm.engine.pid -= 1
-    with pytest.raises(UnsupportedError, match="made before the process forked"):
+def test_after_a_fork_whatever_has_lost_a_thread_says_so(runner: ModelRunner):
+    """A child has another pid, and the thread that its parent's objects name does not run."""
+    llm, idle, own = LLM.from_model(CountingLLM()), LLM.from_model(CountingLLM()), LLM.from_model(runner)
+    (expected,) = llm.generate([[1, 2]], PARAMS)  # its thread lingers
+    for one in (llm, idle, own):
+        one.engine.pid -= 1
+    with pytest.raises(UnsupportedError, match="this LLM was made before the process forked"):
         raise within(lambda: llm.generate([[1, 2]], PARAMS))
+    assert within(lambda: idle.generate([[1, 2]], PARAMS))[0].token_ids == expected.token_ids
+    with pytest.raises(UnsupportedError, match="this LLM was made before the process forked"):
+        raise within(lambda: own.generate([[1, 2]], PARAMS))
+    engine._close_all()
+    assert not llm.engine._is_closed
+    runner._life._pid -= 1
+    try:
+        with pytest.raises(UnsupportedError, match="this runner was made before the process forked"):
+            runner.prefill("a", [1])
+    finally:
+        runner._life._pid += 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4, "decode_rows": (8,)}])
@@ -257,3 +273,48 @@ def test_a_token_of_logits_that_are_not_finite_is_an_error(
         assert (good.error, len(good.token_ids)) == (None, 3)
         assert isinstance(bad.error, ModelError)
         assert is_empty(runner)
+
+
+@pytest.mark.parametrize("attention", ["xla", None])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_one_logit_that_is_not_finite_is_enough_alone_and_beside_others(
+    new_runner: MakeRunner, params: ParamTree, attention: str | None, wrong: float
+):
+    table = params["model"]["embed_tokens"]["weight"]  # also the head
+    spoilt = params | {"model": params["model"] | {"embed_tokens": {"weight": table.at[20].set(wrong)}}}
+    ways = [
+        PARAMS,
+        replace(PARAMS, temperature=1.0),
+        replace(PARAMS, temperature=1.0, top_k=5),
+        replace(PARAMS, allowed_token_ids=[1, 2, 3]),
+        replace(PARAMS, logit_bias={20: -np.inf}),
+    ]
+    with new_runner(spoilt, attention=attention) as runner:
+        llm = LLM.from_model(runner)
+        for way in ways:
+            for asked in ([way], [way, replace(PARAMS, logprobs=True)]):
+                for out in llm.generate([[1, 2]] * len(asked), asked, return_errors=True):
+                    assert isinstance(out.error, ModelError), way
+
+
+def test_a_draft_whose_numbers_are_not_finite_costs_nobody_an_answer(new_runner: MakeRunner):
+    """A drafted token behind the answer's end spoils those before it in its forward: zero times NaN is NaN."""
+
+    class Right(DraftSource):
+        num_tokens = 2
+
+        def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
+            return [Draft([*right, 0, 0][len(want.tokens) - 2 :][: want.count]) for want in wants]
+
+    nan = {Point("resid_post", 0): Edit(add=np.array(np.nan, np.float32))}
+    with new_runner() as runner:
+        for one in (PARAMS, replace(PARAMS, frequency_penalty=0.5), replace(PARAMS, temperature=1.0, seed=3)):
+            right = LLM.from_model(runner).generate([[3, 4]], replace(one, max_tokens=7))[0].token_ids
+            for last in range(1, 6):
+                asked = replace(one, max_tokens=9, stop_token_ids=[right[last]])
+                changes = Interventions(nan, start=2 + last + 1)
+                (expected,) = LLM.from_model(runner).generate([[3, 4]], asked, interventions=changes)
+                llm = LLM.from_model(runner, speculation=Speculation(draft=Right()))
+                (out,) = llm.generate([[3, 4]], asked, interventions=changes)
+                assert out.token_ids == expected.token_ids
+                assert is_empty(runner)

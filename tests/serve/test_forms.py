@@ -133,6 +133,16 @@ def test_a_forced_answer_is_a_call_with_arguments_as_declared(form: str):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_function_without_properties_has_no_spaces_either(form: str):
+    name, special, _ = FORMS[form]
+    by, how = tokenizer(*special), {"is_forced": True, "several": False}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "stop", "parameters": nothing}})]
+    assert is_allowed(by, name, write(form, NOTHING), tools=tools, **how)
+    assert not is_allowed(by, name, write(form, ("stop", "{ }")), tools=tools, **how)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_strict_function_keeps_its_declaration_where_a_text_may_come_as_well(form: str):
     name, special, _ = FORMS[form]
     by, how = tokenizer(*special), {"is_forced": False, "several": True, "of": {"strict": True}}

@@ -95,6 +95,7 @@ def test_a_module_named_value_keeps_its_name():
 
     tree = Attention({"w": nnx.Param(jnp.ones(1))}, {"w": nnx.Param(jnp.zeros(1))})
     assert {name: float(leaf[0]) for name, leaf in named_leaves(tree).items()} == {"query.w": 1.0, "value.w": 0.0}
+    assert list(named_leaves(nnx.state(nnx.Dict(value=nnx.Param(jnp.ones(1)))))) == ["value"]
 
 
 def test_a_product_that_the_checkpoint_has_fused_comes_from_several_arrays():
@@ -196,6 +197,8 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
         ([Rule(".*norm.*", r"x.\g<Z>", "D -> D")], r"its path 'x.\\g<Z>' cannot be filled in: unknown group name"),
         ([Rule(".*norm.*", "x", "D -> D", 0.0)], "its scale is 0.0, expected a finite number other than 0"),
         ([Rule(".*norm.*", "x", "D -> D", float("nan"))], "its scale is nan"),
+        ([Rule(".*norm.*", "x", "D -> D", 10**400)], "its scale is 1000"),
+        ([Rule(".*norm.*", "x", "D -> D", "2")], "its scale is '2'"),  # pyright: ignore[reportArgumentType]
         ([Rule(".*norm.*", "x", "2/2 D -> D")], "'2/2' is index 2 of an axis of 2"),
         (
             [Rule(r".*(q|k)_proj\.weight", "h.x", "D I -> I D"), *RULES],

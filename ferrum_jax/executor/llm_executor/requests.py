@@ -154,7 +154,7 @@ def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
     starts = {position - at for at, position in given.items()}
     if len(starts) > 1:
         raise UnsupportedError(f"inputs have position_ids {list(given.values())}, only consecutive ones are possible")
-    positions = starts.pop() + np.arange(len(rows)) if given else None
+    positions = np.array([start + at for start in starts for at in range(len(rows))], object) if given else None
     tokens = [token for row in rows for token in row.tokens]
     return replace(first, label="inputs", tokens=tokens, positions=positions)
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from ferrum_jax.contract.errors import CancelledError
+from ferrum_jax.contract.errors import CancelledError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor.llm_executor.metrics import Kind, Meter
 from ferrum_jax.executor.llm_executor.requests import RowRequest
@@ -30,6 +31,7 @@ class CallWorker:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-executor")
         self._mutex = threading.Lock()
         self._closing: Future[None] | None = None
+        self._pid = os.getpid()  # the pool's thread is not in a child
 
     async def run(
         self,
@@ -50,6 +52,8 @@ class CallWorker:
             self._table.check_ready()
             return cast(T, [])
         self._table.check_open()
+        if os.getpid() != self._pid:
+            raise UnsupportedError("this executor was made before the process forked: make one in the child")
         log, asked = UndoLog(self._table), time.perf_counter()
 
         def call() -> T:

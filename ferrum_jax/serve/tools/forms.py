@@ -16,12 +16,7 @@ from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_NO_PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # else a model may go on with spaces for ever
-}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def call_form(
@@ -67,7 +62,10 @@ def _object(name: str, declared: Mapping[str, Any]) -> dict[str, Any]:
     kind = declared.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise RequestValidationError(f"the parameters of {name!r} have the type {kind!r}, expected 'object'")
-    return {**declared, "type": "object"}
+    declared = {**declared, "type": "object"}
+    if not declared.get("properties") and declared.get("additionalProperties") is False:
+        declared["x-guidance"] = {"whitespace_flexible": False}  # else a model may go on with spaces for ever
+    return declared
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

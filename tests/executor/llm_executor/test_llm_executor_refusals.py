@@ -161,6 +161,8 @@ def test_a_deleted_array_is_refused(executor: LlmExecutor):
          "share one"),
         (lambda e, h: e.forward_verify([token(1, h), token(1, h, position_ids=np.array([[5]]))]),
          UnsupportedError, "only consecutive ones from the cache's end"),
+        (lambda e, h: e.forward_verify([token(1, h, position_ids=np.array([[2**64 - 1]], np.uint64))]),
+         UnsupportedError, "only consecutive ones from the cache's end"),
         (lambda e, h: e.forward_verify([token(1, h, position_ids=np.array([[at]])) for at in (3, 5)]),
          UnsupportedError, r"position_ids \[3, 5\], only consecutive"),
         (lambda e, h: e.forward_verify([token(1, h), token(1, h, metadata={"ferrum_kv_capacity_hint": 9})]),
