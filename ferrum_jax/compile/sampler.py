@@ -210,7 +210,7 @@ def choose_rows(
             ids = sampling.draw(logits, inputs)
         processed = sampling.kept_logits(scores, inputs.temperature, threshold)
         raw, own = (sampling.token_logprobs(one, ids) for one in (logits, processed))
-        return _sampled(ids, raw, own, *no_alternatives)
+        return _sampled(logits.max(axis=-1), ids, raw, own, *no_alternatives)
 
     def choose_by_all() -> tuple[jax.Array, ...]:
         scores = lax.cond(
@@ -230,15 +230,16 @@ def choose_rows(
     # Most steps only take the best token, or only draw: they compute and copy nothing else.
     needs_all = jnp.any(is_adjusted | (wanted >= 0) | sampling.is_filtered(inputs))
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
-    ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
-    ids, raw, processed, top_ids, top = lax.switch(which, ways)
-    raw = jnp.where(sampling.are_finite(logits), raw, jnp.nan)  # also where no log-probability is wanted
-    return _sampled(ids, raw, processed, top_ids, top)
+    largest, firsts = sampling.largest(logits)
+    ways = (lambda: (firsts, *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
+    return _sampled(largest, *lax.switch(which, ways))
 
 
 def _sampled(
-    ids: jax.Array, raw: jax.Array, processed: jax.Array, top_ids: jax.Array, top: jax.Array
+    largest: jax.Array, ids: jax.Array, raw: jax.Array, processed: jax.Array, top_ids: jax.Array, top: jax.Array
 ) -> Sampled[jax.Array]:
+    """Packs what was chosen; NaN as a log-probability tells, whatever is wanted, that logits are not finite."""
+    raw = jnp.where(jnp.isfinite(largest), raw, jnp.nan)
     bits = [lax.bitcast_convert_type(values, jnp.int32) for values in (raw, processed)]
     return Sampled(packed=jnp.stack([ids, *bits], axis=1), top_ids=top_ids, top_logprobs=top)
 

@@ -222,9 +222,12 @@ def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jnp.where(x == x.max(axis=-1, keepdims=True), every, x.shape[-1] - 1).min(axis=-1)
 
 
-def are_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """Returns True for rows without NaN or infinity; numbers of -inf may be among others."""
-    return jnp.isfinite(native.best(logits, 1)[0][:, 0] if _has_kernel(logits) else logits.max(axis=-1))
+def largest(x: Float[Array, "B V"]) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """Returns each row's largest number, NaN if it has a NaN, and its index as `argmax` does."""
+    if _has_kernel(x):
+        numbers, indices = native.best(x, 1)
+        return numbers[:, 0], indices[:, 0]
+    return x.max(axis=-1), argmax(x)
 
 
 def likeliest(logits: Float[Array, "R V"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:

@@ -275,10 +275,10 @@ def test_a_token_of_logits_that_are_not_finite_is_an_error(
         assert is_empty(runner)
 
 
-@pytest.mark.parametrize("attention", ["xla", None])
+@pytest.mark.parametrize("changes", [{"attention": "xla"}, {}, {"multi_step_tokens": 3, "attention": "xla"}])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_one_logit_that_is_not_finite_is_enough_alone_and_beside_others(
-    new_runner: MakeRunner, params: ParamTree, attention: str | None, wrong: float
+    new_runner: MakeRunner, params: ParamTree, changes: dict[str, Any], wrong: float
 ):
     table = params["model"]["embed_tokens"]["weight"]  # also the head
     spoilt = params | {"model": params["model"] | {"embed_tokens": {"weight": table.at[20].set(wrong)}}}
@@ -289,7 +289,7 @@ def test_one_logit_that_is_not_finite_is_enough_alone_and_beside_others(
         replace(PARAMS, allowed_token_ids=[1, 2, 3]),
         replace(PARAMS, logit_bias={20: -np.inf}),
     ]
-    with new_runner(spoilt, attention=attention) as runner:
+    with new_runner(spoilt, **changes) as runner:
         llm = LLM.from_model(runner)
         for way in ways:
             for asked in ([way], [way, replace(PARAMS, logprobs=True)]):
