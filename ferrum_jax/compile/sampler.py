@@ -227,7 +227,7 @@ def choose_rows(
 
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
 
-    # Most steps only take the best token, or only draw: they compute and copy nothing else.
+    # Most steps only take the best token, or only draw: they compute nothing else but the largest logit.
     needs_all = jnp.any(is_adjusted | (wanted >= 0) | sampling.is_filtered(inputs))
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
     largest, firsts = sampling.largest(logits)

@@ -2,13 +2,20 @@
 
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import (
+    FerrumError,
+    InvalidParameterError,
+    RequestValidationError,
+    UnsupportedError,
+    safe_repr,
+)
 
 T = TypeVar("T")
 LISTED = 8  # problems named in one error; the rest are counted
@@ -39,6 +46,12 @@ def check_int(name: str, value: Any, least: int | None, error: type[FerrumError]
     if isinstance(value, (bool, np.bool_)) or (least is not None and number < least):
         raise error(f"{name} is {safe_repr(value)}, expected {expected}")
     return number
+
+
+def check_not_forked(noun: str, pid: int) -> None:
+    """Raises UnsupportedError in a child of the process `pid`, where the object's threads and JAX's are missing."""
+    if os.getpid() != pid:
+        raise UnsupportedError(f"this {noun} was made before the process forked: make one in the child")
 
 
 def check_flag(name: str, value: Any, error: type[FerrumError] = RequestValidationError) -> bool:

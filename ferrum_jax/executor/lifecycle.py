@@ -6,13 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ferrum_jax.contract.errors import (
-    CancelledError,
-    DeviceError,
-    FerrumError,
-    RequestValidationError,
-    UnsupportedError,
-)
+from ferrum_jax.contract.checks import check_not_forked
+from ferrum_jax.contract.errors import CancelledError, DeviceError, FerrumError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.sharding.mesh import leave_mesh
 
@@ -36,7 +31,7 @@ class Lifecycle:
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""
-        self._pid = os.getpid()  # the threads of JAX are not in a child
+        self._pid = os.getpid()
         self._meshes_left: list[contextlib.AbstractContextManager[Any] | None] = []
 
     def __enter__(self) -> None:
@@ -61,8 +56,7 @@ class Lifecycle:
         """Raises after `close`, DeviceError after a failure, and RequestValidationError while it is paused."""
         self.check_not_closed()
         self.check_not_failed()
-        if os.getpid() != self._pid:
-            raise UnsupportedError(f"this {self._noun} was made before the process forked: make one in the child")
+        check_not_forked(self._noun, self._pid)
         if self.paused:
             raise RequestValidationError(self.paused)
 

@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ferrum_jax.contract.checks import check_not_forked
 from ferrum_jax.contract.errors import (
     CancelledError,
     FerrumError,
     InternalError,
     RequestValidationError,
     ResourceExhaustedError,
-    UnsupportedError,
 )
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.request import Request
@@ -122,8 +122,8 @@ class Engine:
     def _put(self, message: list[Request] | _Call) -> None:
         if threading.current_thread() is self._thread:
             raise RequestValidationError("an LLM was called in the middle of a step of its own")
-        if os.getpid() != self.pid and (self._thread is not None or isinstance(self.scheduler.model, ModelRunner)):
-            raise UnsupportedError("this LLM was made before the process forked: make one in the child")
+        if self._thread is not None or isinstance(self.scheduler.model, ModelRunner):
+            check_not_forked("LLM", self.pid)
         with self._lock:
             if self._is_closed:
                 raise CancelledError("this LLM is closed")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from ferrum_jax.contract.errors import CancelledError, UnsupportedError
+from ferrum_jax.contract.checks import check_not_forked
+from ferrum_jax.contract.errors import CancelledError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor.llm_executor.metrics import Kind, Meter
 from ferrum_jax.executor.llm_executor.requests import RowRequest
@@ -49,11 +50,9 @@ class CallWorker:
             state: of the executor while it runs.
         """
         if kind is not None and not rows:
-            self._table.check_ready()
             return cast(T, [])
         self._table.check_open()
-        if os.getpid() != self._pid:
-            raise UnsupportedError("this executor was made before the process forked: make one in the child")
+        check_not_forked("executor", self._pid)
         log, asked = UndoLog(self._table), time.perf_counter()
 
         def call() -> T:
@@ -90,6 +89,7 @@ class CallWorker:
 
         A second close waits for the first.
         """
+        check_not_forked("executor", self._pid)
         self._table.is_closed = True
         with self._mutex:
             if self._closing is None:
