@@ -1,6 +1,7 @@
 """Loading: from the path of a checkpoint to a model that is ready to serve."""
 
 import inspect
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ from ferrum_jax.weights.safetensors_file import check_regular
 
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
+_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@.+)?")
 _OURS = {  # this package's argument, by vLLM's name
     "model": "path, the first argument",
@@ -209,7 +211,9 @@ def _load(
     hosts = Hosts.of(replicas, channel)
     hosts.check_placement(replicas[0])
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
-    settings = with_defaults(settings, source, target, is_divided=placed.division is not None)
+    asked, settings = settings, with_defaults(settings, source, target, is_divided=placed.division is not None)
+    if settings.quantize != asked.quantize and hosts.leads:
+        _tell_dequantised(source, settings, placed)
     free = hosts.least(placed.placement.free_bytes())
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
@@ -253,6 +257,22 @@ def _load(
         )
 
     return replicate(runner_on(placed, params, ready), params, replicas, lambda at, own: runner_on(at, own, None))
+
+
+def _tell_dequantised(source: Checkpoint, settings: EngineConfig, placed: ModelPlacement) -> None:
+    """Warns if weights are served in more bits than the checkpoint has, as nobody has said how."""
+    native = {} if settings.quantize != "none" or isinstance(source, orbax.OrbaxSource) else source.native_formats()
+    if native:
+        device, dtype = placed.placement.first, settings.dtype or default_dtype(placed.placement.first)
+        served, kept = (
+            placed.num_bytes(served_specs(source, replace(settings, quantize=how), device), dtype)
+            for how in ("none", "keep")
+        )
+        _log.warning(
+            "%s: %d quantised weights are dequantised to %s, %.1f GB in the place of %.1f on each device; "
+            "quantize='keep' serves them as they are stored, but slower",
+            source.path, len(native), dtype, served / 1e9, kept / 1e9,
+        )  # fmt: skip
 
 
 def _allocate_ahead(

@@ -59,12 +59,10 @@ class LLM:
             _check_kind("speculation", speculation, Speculation)
             settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
-        if tokenizer is not None:
-            read = load_tokenizer(tokenizer)
-        elif isinstance(source, GgufSource):
+        if tokenizer is None and isinstance(source, GgufSource):
             read = Tokenizer.from_gguf(source.file)
         else:
-            read = load_tokenizer(source.path)
+            read = load_tokenizer(source.path if tokenizer is None else tokenizer)
         runner = load(source, **settings)
         try:
             self._setup(runner, read, speculation, runner.plan.spec_tokens)
@@ -113,12 +111,11 @@ class LLM:
     ) -> None:
         """Sets up an engine for a loaded model; `num_tokens` are drafted at a time."""
         runner = model if isinstance(model, ModelRunner) else None
-        if max_rows is None:
-            max_rows = 8 if runner is None else runner.plan.max_seqs
-        if chunk_tokens is None:
-            chunk_tokens = 512 if runner is None else runner.plan.buckets.max_step_tokens * runner.num_replicas
-        max_rows = check_int("max_rows", max_rows, 1, ConfigError)
-        chunk_tokens = check_int("chunk_tokens", chunk_tokens, 1, ConfigError)
+        rows, tokens = 8, 512
+        if runner is not None:
+            rows, tokens = runner.plan.max_seqs, runner.plan.buckets.max_step_tokens * runner.num_replicas
+        max_rows = check_int("max_rows", rows if max_rows is None else max_rows, 1, ConfigError)
+        chunk_tokens = check_int("chunk_tokens", tokens if chunk_tokens is None else chunk_tokens, 1, ConfigError)
         drafts = make_drafts(speculation or Speculation(), model, num_tokens, max_rows)
         try:
             scheduler = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
@@ -157,6 +154,10 @@ class LLM:
         """Share of drafted tokens that are in an answer; 0 if nothing was drafted."""
         speculator = self.engine.scheduler.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what the model's files recommend, as vLLM's method: temperature 1 where they name none."""
+        return SamplingParams(**{"temperature": 1.0} | dict(self.tokenizer.recommended if self.tokenizer else {}))
 
     def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
         """Compiles all programs that serving may need; options are `ModelRunner.warmup`'s, ignored for other models."""

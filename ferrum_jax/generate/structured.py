@@ -7,6 +7,7 @@ tokens may follow. The sampler applies these as a mask on the device, for greedy
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
@@ -27,6 +28,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
+KEPT_FORMS = 64  # that are compiled, of one vocabulary
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -162,9 +164,10 @@ class FormCompiler:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._forms: OrderedDict[tuple[Any, str], AnswerForm] = OrderedDict()  # by definition, last used last
 
     def compile(self, structured: Structured) -> AnswerForm:
-        """Returns the form of an answer that has no token yet.
+        """Returns the form of an answer that has no token yet; the last forms are kept, as many requests share one.
 
         Raises:
             UnsupportedError: there is no tokenizer, its kind is not supported, or llguidance is not installed.
@@ -178,7 +181,11 @@ class FormCompiler:
             raise UnsupportedError(
                 "structured output needs the package llguidance, the extra `structured`"
             ) from problem
-        kind, text = structured.definition
+        kind, text = definition = structured.definition
+        with self._lock:
+            if (kept := self._forms.get(definition)) is not None:
+                self._forms.move_to_end(definition)
+                return kept.copy()
         if kind == "json_schema":
             _check_text(text)
         with self._lock:
@@ -196,7 +203,12 @@ class FormCompiler:
             lines = matcher.get_error().splitlines()
             reasons = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
             raise RequestValidationError(f"this {kind} cannot be followed: {' '.join([*lines[:1], *reasons])}")
-        return AnswerForm(matcher, self._size)
+        form = AnswerForm(matcher, self._size)
+        with self._lock:
+            self._forms[definition] = form.copy()
+            if len(self._forms) > KEPT_FORMS:
+                self._forms.popitem(last=False)
+        return form
 
 
 def _check_text(text: str) -> None:

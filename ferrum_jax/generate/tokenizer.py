@@ -1,5 +1,6 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -11,9 +12,11 @@ from typing import Any, Self
 
 import tokenizers
 
+from ferrum_jax.contract.decoding import Sampling
 from ferrum_jax.contract.errors import (
     ConfigError,
     InvalidFormatError,
+    InvalidParameterError,
     NotFoundError,
     TokenizerError,
     UnsupportedError,
@@ -27,6 +30,10 @@ from ferrum_jax.weights.gguf_file import GgufFile
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
+GENERATION = "generation_config.json"
+SETTINGS = tuple(one.name for one in dataclasses.fields(Sampling))  # that it may recommend
+_GGUF_SETTINGS = {name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")}
+_GGUF_SETTINGS |= {"temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat"}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -42,6 +49,7 @@ class Tokenizer:
         pad_token: text of the padding token.
         unk_token: text of the token for characters that the vocabulary cannot spell.
         chat_templates: Jinja sources by name.
+        recommended: the settings of `Sampling` that the model's files recommend, by name.
         prefixes_runs: each run of text between added tokens gets a space in front, which `decode` removes.
         added: added tokens by id.
     """
@@ -53,6 +61,7 @@ class Tokenizer:
     pad_token: str | None = None
     unk_token: str | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    recommended: Mapping[str, float] = field(default_factory=dict)
     prefixes_runs: bool = False
     added: Mapping[int, tokenizers.AddedToken] = field(init=False, repr=False)
 
@@ -82,6 +91,9 @@ class Tokenizer:
             backend=backend,
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
             chat_templates=_read_templates(folder, config),
+            recommended=_recommended(
+                _read_json(folder / GENERATION), {name: name for name in SETTINGS}, folder / GENERATION
+            ),
             prefixes_runs=config.get("prefixes_runs") is True,  # which `save` writes
             **texts,
         )
@@ -119,6 +131,7 @@ class Tokenizer:
             pad_token=texts["padding"],
             unk_token=texts["unknown"],
             chat_templates=templates,
+            recommended=_recommended(metadata, _GGUF_SETTINGS, path),
             prefixes_runs=prefixes_runs(metadata),
         )
 
@@ -130,7 +143,7 @@ class Tokenizer:
         named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
         self.backend.save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
-        _write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
+        _write_json(folder / GENERATION, {"eos_token_id": list(self.eos_token_ids), **self.recommended})
 
     @property
     def vocab_size(self) -> int:
@@ -327,7 +340,7 @@ def _read_added_tokens(file: Path, special: Collection[str]) -> list[tokenizers.
 
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:
     """Reads the ids that end a generation from the first of the model's files that has any."""
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION, "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is None:
             continue
@@ -336,6 +349,18 @@ def _model_eos_ids(folder: Path) -> tuple[int, ...]:
             raise InvalidFormatError(f"{folder / name}: eos_token_id must be an id or a list of ids, found {found!r}")
         return tuple(ids)
     return ()
+
+
+def _recommended(found: Mapping[str, Any], names: Mapping[str, str], where: Path) -> dict[str, float]:
+    """Picks the settings of `Sampling` from a file's values, given their names there; null is none."""
+    settings = {name: value for name, own in names.items() if (value := found.get(own)) is not None}
+    if settings.get("top_k") == -1:
+        del settings["top_k"]
+    try:
+        Sampling(**settings)
+    except InvalidParameterError as problem:
+        raise InvalidFormatError(f"{where}: {problem}") from problem
+    return settings
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -101,7 +101,9 @@ def _group(
     ids = chat_ids(service.llm, body, service.most_prompt_tokens)
     check_room(service, ids, body.limit)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling(max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    params = body.sampling(
+        service.sampling_defaults, max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+    )
     if tool_format is not None and tool_format.mark in special_tokens(tokenizer_of(service.llm)):
         params = replace(params, skip_special_tokens=False)
     if tool_format is not None and (tools := body.forced_tools or body.strict_tools):

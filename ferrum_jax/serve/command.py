@@ -39,6 +39,9 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of browser pages that may call; may be given several times")
     ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto: sample as the model's files recommend where a request does not say; none: do not")
+    ] = "auto",
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes calls: hermes, llama3, mistral, gpt_oss, none, or auto")
     ] = "auto",
@@ -83,6 +86,7 @@ def serve(
         max_seconds=max_seconds,
         drain_seconds=drain_seconds,
         allow_origins=tuple(allow_origin or ()),
+        generation_config=generation_config,
         tool_parser=tool_parser,
         adapters=_named_folders(adapter or ()),
         adapter_root=adapter_root,

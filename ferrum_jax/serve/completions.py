@@ -74,6 +74,7 @@ def _group(
     if body.echo and body.logprobs is not None:
         with_prompt = max(with_prompt, body.logprobs)
     params = body.sampling(
+        service.sampling_defaults,
         max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None),
         logprobs=body.logprobs,
         prompt_logprobs=None if with_prompt < 0 else with_prompt,

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -11,6 +12,7 @@ from ferrum_jax.compile.sampler import MAX_BIAS
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.structured import Structured
+from ferrum_jax.generate.tokenizer import SETTINGS
 from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.serve.errors import ApiError, bad_request
 
@@ -103,13 +105,13 @@ class SamplingBody(Ignored):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Counts modulo 2^32.")
-    temperature: float | None = Field(1.0, ge=0)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1)
-    min_p: float | None = Field(0.0, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0, description="1.0 unless the model recommends another.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = Field(1.0, gt=0)
+    repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_bias)] | None = None
     allowed_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_ALLOWED_IDS)] | None = None
     bad_words: Annotated[Items[Text], Field(max_length=MAX_BAD_WORDS)] | None = None
@@ -145,8 +147,15 @@ class SamplingBody(Ignored):
         """Whether making the engine's requests may take seconds, to compile a form or to read long lists."""
         return self.form() is not None or len(self.bad_words or ()) + len(self.allowed_token_ids or ()) > MANY
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """Returns the engine's parameters of one answer."""
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """Returns the engine's parameters of one answer; `defaults` are the settings of a request that gives none."""
         try:
             bias = None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
         except ValueError:
@@ -154,9 +163,8 @@ class SamplingBody(Ignored):
                               "logit_bias") from None  # fmt: skip
         fields = SamplingBody.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
-        given: dict[str, Any] = {
-            name: fields[name].default if (value := getattr(self, name)) is None else value for name in shared
-        }
+        asked = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given = {name: fields[name].default for name in shared if name not in SETTINGS} | dict(defaults) | asked
         given |= {"logit_bias": bias, "seed": None if self.seed is None else self.seed % 2**32}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given["structured"] = self.form()

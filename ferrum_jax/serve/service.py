@@ -46,6 +46,8 @@ class Service:
         self.settings = settings
         self.name = settings.model or (llm.model.name if isinstance(llm.model, ModelRunner) else "model")
         template = None if llm.tokenizer is None else llm.tokenizer.template_for(tools=True)
+        files = None if settings.generation_config == "none" else llm.tokenizer
+        self.sampling_defaults = {"temperature": 1.0} | dict({} if files is None else files.recommended)
         self.tool_format = choose_format(settings.tool_parser, template)
         self.admission = Admission(llm.engine.scheduler.max_rows, settings.max_waiting)
         self.vocabulary = TokenBytes(llm.tokenizer)
@@ -214,7 +216,7 @@ class Service:
             source,
             served["dtype"],
             layout=served["layout"],
-            device=self.runner.device,
+            device="cpu" if served["mesh"] else self.runner.device,  # which may not hold an undivided model
             quantize=quantize,
         )
         return params

@@ -10,6 +10,7 @@ from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 256
+GENERATION_CONFIGS = "auto", "none"
 MAX_SECONDS = 600.0
 DRAIN_SECONDS = 30.0
 MOST_SECONDS = 366 * 24 * 3600  # of any limit
@@ -27,6 +28,7 @@ class ServerSettings:
     max_seconds: float = MAX_SECONDS  # longest time of a request; its own `max_time` can only shorten it
     drain_seconds: float = DRAIN_SECONDS  # time for requests to end after the server is told to stop
     allow_origins: tuple[str, ...] = ()  # of browser pages that may call the server
+    generation_config: str = "auto"  # what a request does not say is as the model's files recommend; `none`: it is not
     tool_parser: str = "auto"  # a parser's name, `none`, or `auto`: by the chat template
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name, loaded when the server starts
     adapter_root: str = ""  # folder under which `/v1/load_lora_adapter` may read; empty: the endpoint refuses
@@ -38,6 +40,8 @@ class ServerSettings:
         check_integer("max_waiting", self.max_waiting)
         if self.max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError(f"generation_config is {safe_repr(self.generation_config)}, expected 'auto' or 'none'")
         check_flag("trainer_endpoints", self.trainer_endpoints, ConfigError)
         for name in ("max_seconds", "drain_seconds"):
             check_number(name, getattr(self, name), above=None)

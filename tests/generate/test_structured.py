@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import llguidance
 import numpy as np
 import pytest
 import tokenizers
@@ -19,6 +20,7 @@ from ferrum_jax import LLM, SamplingParams, Speculation, Structured
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate import structured
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
@@ -78,6 +80,28 @@ def check_form(name: str, text: str) -> None:
 
 def asked(**changes: Any) -> list[SamplingParams]:
     return [replace(DRAWN, structured=form, seed=at, **changes) for at, form in enumerate(FORMS.values())]
+
+
+def test_a_form_is_compiled_once_and_each_answer_has_its_own_progress(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, make = [], llguidance.LLMatcher
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **kinds: compiled.append(args) or make(*args, **kinds))
+    monkeypatch.setattr(structured, "KEPT_FORMS", 2)
+    compiler = FormCompiler(tokenizer, CFG.vocab_size)
+    a, b = SIGNS.index("a"), SIGNS.index("b")
+    first, second = (compiler.compile(Structured(choice=["ab", "b"])) for _ in range(2))
+    assert len(compiled) == 1
+    first.take(a)
+    later = compiler.compile(Structured(choice=["ab", "b"]))
+    assert (first.count_fitting([b]), first.count_fitting([a])) == (1, 0)
+    for one in (second, later):
+        assert (one.count_fitting([a, b]), one.count_fitting([b])) == (2, 1)
+    assert len(compiled) == 1
+    for choice in ("c", "d"):  # the kept forms are then these
+        compiler.compile(Structured(choice=[choice]))
+    compiler.compile(Structured(choice=["ab", "b"]))
+    assert len(compiled) == 4
 
 
 def check(outs: Sequence[RequestOutput]) -> None:

@@ -105,11 +105,13 @@ def write_gguf(
     else:
         writer.add_token_merges(merges)
     for name, value in extra.items():
-        key = "tokenizer." + name.replace("ggml_", "ggml.")
+        key = name if "." in name else "tokenizer." + name.replace("ggml_", "ggml.")
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         else:
             writer.add_string(key, value)
     writer.write_header_to_file()
@@ -468,6 +470,27 @@ def test_eos_ids_come_from_generation_config_before_config(tmp_path: Path):
     assert load_tokenizer(tmp_path).eos_token_ids == (8, 257)
     write_folder(tmp_path, config={"eos_token_id": 257})
     assert load_tokenizer(tmp_path).eos_token_ids == (257,)
+
+
+def test_the_sampling_that_the_files_recommend_is_read_saved_and_checked(tmp_path: Path):
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 1.05}
+    write_folder(tmp_path, generation_config=stated | {"do_sample": True, "max_length": 9})
+    recommended = {name: value for name, value in stated.items() if value is not None}
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.recommended == recommended
+    (saved := tmp_path / "saved").mkdir()
+    tokenizer.save(saved)
+    assert load_tokenizer(saved).recommended == recommended
+    stated = {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "penalty_repeat": 1.25}
+    found = write_gguf(tmp_path / "m.gguf", **{f"general.sampling.{name}": value for name, value in stated.items()})
+    named = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
+    assert load_tokenizer(found).recommended == named
+    write_folder(tmp_path, generation_config={"top_k": -1})
+    assert load_tokenizer(tmp_path).recommended == {}
+    for wrong in ({"temperature": "warm"}, {"top_p": 1.5}, {"top_k": 2.5}):
+        write_folder(tmp_path, generation_config=wrong)
+        with pytest.raises(InvalidFormatError, match=f"generation_config.json: {next(iter(wrong))}"):
+            load_tokenizer(tmp_path)
 
 
 def test_special_tokens_come_from_either_file(tmp_path: Path):

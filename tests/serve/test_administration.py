@@ -25,6 +25,7 @@ from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
+from ferrum_jax.serve import service
 from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.answers import Caller
 from ferrum_jax.serve.app import describe_api, endpoints_of
@@ -212,6 +213,22 @@ def test_weights_of_another_checkpoint_are_set_while_serving(
     assert "rms_norm_eps is 0.3 there" in found.json()["error"]["message"]
     for wrong in ({"path": "/nowhere"}, {"path": str(folders[0]), "live": "later"}, {}):
         assert trainer.post("/update_weights", json=wrong).status_code in (400, 404)
+
+
+@pytest.mark.devices
+def test_weights_for_a_mesh_are_never_whole_on_one_of_its_devices(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+    read, asked = service.load_params, []
+    monkeypatch.setattr(service, "load_params", lambda *of, **how: asked.append(how["device"]) or read(*of, **how))
+    runner = load(folders[0], dtype="float32", max_seqs=2, kv_capacity=64, mesh={"model": 2}, progress=False)
+    settings = ServerSettings(model="tiny", trainer_endpoints=True)
+    with runner, running(llm := LLM.from_model(runner, spelled(37)), settings) as server:
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+            assert http.post("/update_weights", json={"path": str(folders[1])}).json() == {"weight_version": 1}
+            found = complete(http, temperature=0).json()["choices"][0]["text"]
+        llm.close()
+    with _alone(folders[1]) as alone:
+        assert found == alone.generate("the quick", SamplingParams(max_tokens=10, ignore_eos=True))[0].text
+    assert asked == ["cpu"]
 
 
 def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_ends_them(

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,11 +14,14 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, models
+from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.serve import completions
 from ferrum_jax.serve.server import RunningServer
+from ferrum_jax.serve.settings import ServerSettings
 from tests.executor.conftest import CFG
-from tests.serve.conftest import async_client
+from tests.serve.conftest import Serve, async_client
 
 PROMPT = "the quick brown fox"
 ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -222,6 +226,25 @@ def test_a_setting_does_what_it_does_in_the_engine(client: Any, llm: LLM, settin
 def test_the_default_is_drawn_and_has_sixteen_tokens(client: Any, llm: LLM):
     (choice,) = client.completions.create(model="tiny", prompt=PROMPT, seed=3, extra_body={"ignore_eos": True}).choices
     assert choice.text == text_of(llm, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
+
+
+def test_what_a_request_does_not_say_is_as_the_models_files_recommend(serve: Serve, runner: ModelRunner, llm: LLM):
+    assert llm.tokenizer is not None
+    own = LLM.from_model(runner, replace(llm.tokenizer, recommended={"temperature": 0.0, "repetition_penalty": 1.9}))
+    assert own.get_default_sampling_params() == SamplingParams(temperature=0.0, repetition_penalty=1.9)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=1.0)
+    asks: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.0}, {"temperature": 1.0}, {"temperature": None}]
+    for how, settings in (("auto", own.get_default_sampling_params()), ("none", llm.get_default_sampling_params())):
+        server = serve(own, generation_config=how)
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+            for ask in asks:
+                body = {"prompt": PROMPT, "max_tokens": 20, "seed": 3, "ignore_eos": True} | ask
+                found = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                said = {name: value for name, value in ask.items() if value is not None}
+                expected = replace(settings, max_tokens=20, seed=3, ignore_eos=True, **said)
+                assert found == llm.generate([PROMPT], expected)[0].text
+    with pytest.raises(ConfigError, match="generation_config is 'vllm', expected 'auto' or 'none'"):
+        ServerSettings(generation_config="vllm")
 
 
 @pytest.mark.parametrize(("given", "counts"), [(-1, 2**32 - 1), (2**63 - 1, 2**32 - 1), (-(2**63), 0), (2**32 + 3, 3)])
