@@ -22,10 +22,10 @@ from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, FerrumError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
+from ferrum_jax.executor.from_params import serve
 from ferrum_jax.executor.hosts import Hosts
-from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
+from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
 from ferrum_jax.models.backends import choose_attention, layout_for, settle_attention
@@ -227,36 +227,22 @@ def _load(
             memory = pool.submit(_allocate_ahead, ahead.cache, replicas[0], early, settings.compiler_options)
         params, cfg = _read(source, settings, placed, progress and hosts.leads)
     memory = None if memory is None else memory.result()
-
-    def open_artifacts(plan: EnginePlan, own: ParamTree = params, at: Placement = replicas[0]) -> Artifacts | None:
-        if root is None:
-            return None
-        found = Artifacts(
-            root, describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at), settings.compiler_options
-        )
-        return early if early is not None and early.facts == found.facts else found
-
-    free = hosts.least(placed.placement.free_bytes() if memory is None else max(0, free - taken))
-    plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-    hosts.check_settings(cfg, plan, settings.dtype, settings.quantize, settings.layout)
-    ready = memory if memory is not None and memory.spec == plan.cache else None
-
-    def runner_on(placed: ModelPlacement, params: ParamTree, memory: KvMemory | None) -> ModelRunner:
-        return ModelRunner(
-            params,
-            cfg,
-            plan,
-            placed=placed,
-            specs=None if placed.division is None else laid,
-            strict=strict,
-            name=Path(source.path).name,
-            artifacts=open_artifacts(plan, params, placed.placement),
-            memory=memory,
-            compiler_options=settings.compiler_options,
-            hosts=hosts,
-        )
-
-    return replicate(runner_on(placed, params, ready), params, replicas, lambda at, own: runner_on(at, own, None))
+    free = placed.placement.free_bytes() if memory is None else max(0, free - taken)
+    return serve(
+        params,
+        cfg,
+        settings,
+        placed,
+        replicas,
+        hosts,
+        specs=None if placed.division is None else laid,
+        root=root,
+        free=free,
+        strict=strict,
+        name=Path(source.path).name,
+        early=early,
+        memory=memory,
+    )
 
 
 def _tell_dequantised(source: Checkpoint, settings: EngineConfig, placed: ModelPlacement) -> None:

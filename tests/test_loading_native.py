@@ -68,8 +68,8 @@ def test_weights_that_are_served_in_more_bits_than_they_are_stored_are_told(
 ):
     path = test_packed.write(tmp_path, "gptq")
     sizes: dict[str, Any] = {"max_seqs": 1, "kv_capacity": 64, "device": "cpu", "progress": False}
-    for how in ({"quantize": "keep"}, {"quantize": "none"}):
-        ferrum_jax.load(path, attention="xla", **sizes, **how).close()
+    for how in ("keep", "none"):
+        ferrum_jax.load(path, attention="xla", quantize=how, **sizes).close()
         assert not caplog.messages
     ferrum_jax.load(path, attention="xla", dtype="bfloat16", **sizes).close()
     (told,) = caplog.messages

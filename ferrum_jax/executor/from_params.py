@@ -1,6 +1,8 @@
 """A runner for parameters that are on a device already, for example in a training loop."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.checks import differences, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError, safe_repr
+from ferrum_jax.executor.device import KvMemory
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
@@ -100,26 +103,67 @@ def from_params(
         first = placed.placement.first
         params = brought_to(first, params) if specs is None else placed.divide(params, specs)
         root = None if asked.artifacts is None else artifacts_folder(asked.artifacts)
+        free = placed.placement.free_bytes()
+        return serve(params, cfg, asked, placed, replicas, hosts, specs=specs, root=root, free=free, strict=strict)
 
-        def open_artifacts(
-            plan: EnginePlan, own: ParamTree = params, at: Placement = placed.placement
-        ) -> Artifacts | None:
-            if root is None:
-                return None
-            return Artifacts(
-                root, describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at), asked.compiler_options
-            )
 
-        free = hosts.least(placed.placement.free_bytes())
-        plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-        hosts.check_settings(cfg, plan)
-        how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
+def serve(
+    params: ParamTree,
+    cfg: ModelConfig,
+    settings: EngineConfig,
+    placed: ModelPlacement,
+    replicas: Sequence[Placement],
+    hosts: Hosts,
+    *,
+    specs: ParamTree | None,
+    root: Path | None,
+    free: int,
+    strict: bool,
+    name: str = "",
+    early: Artifacts | None = None,
+    memory: KvMemory | None = None,
+) -> ModelRunner:
+    """Returns the runner of parameters that lie on the devices of the first replica, or that of all replicas.
 
-        def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
-            artifacts = open_artifacts(plan, own, placed.placement)
-            return ModelRunner(own, cfg, plan, placed=placed, specs=specs, artifacts=artifacts, **how)
+    Args:
+        params: the parameters as they are served.
+        cfg: the model's.
+        settings: with the model's defaults filled in.
+        placed: the first replica's devices.
+        replicas: the devices of every replica.
+        hosts: the processes.
+        specs: the undivided specs of the parameters, if a mesh divides them.
+        root: the folder under which compiled programs are kept; None: they are not.
+        free: bytes that this process has on each device for everything beside the parameters.
+        strict: after `warmup`, a step that would have to be compiled is an error.
+        name: the model's; empty: its type.
+        early: artifacts that were opened already, which are used if they are of the same programs.
+        memory: a KV that is allocated already, which is used if it has the planned size.
+    """
 
-        return replicate(runner_on(placed, params), params, replicas, runner_on)
+    def open_artifacts(plan: EnginePlan, own: ParamTree = params, at: Placement = replicas[0]) -> Artifacts | None:
+        if root is None:
+            return None
+        facts = describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at)
+        found = Artifacts(root, facts, settings.compiler_options)
+        return early if early is not None and early.facts == found.facts else found
+
+    free = hosts.least(free)
+    plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
+    hosts.check_settings(cfg, plan, settings.dtype, settings.quantize, settings.layout)
+    how: dict[str, Any] = {
+        "strict": strict,
+        "name": name,
+        "compiler_options": settings.compiler_options,
+        "hosts": hosts,
+    }
+
+    def runner_on(placed: ModelPlacement, own: ParamTree, memory: KvMemory | None = None) -> ModelRunner:
+        artifacts = open_artifacts(plan, own, placed.placement)
+        return ModelRunner(own, cfg, plan, placed=placed, specs=specs, artifacts=artifacts, memory=memory, **how)
+
+    ready = memory if memory is not None and memory.spec == plan.cache else None
+    return replicate(runner_on(placed, params, ready), params, replicas, runner_on)
 
 
 def _no_parameters(tree: Any, cfg: ModelConfig) -> InvalidParameterError:

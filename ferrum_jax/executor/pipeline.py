@@ -68,6 +68,7 @@ class PendingStep:
     losses: int  # `DeviceState.losses` when the batch was begun
     parts: deque[StepPart] = field(default_factory=deque)
     captured: dict[int, list[CapturedPiece]] = field(default_factory=dict)  # pieces read so far, by row
+    reused: Sequence[int] = ()  # how many tokens of each row a known prefix held
 
     def result(self) -> list[Answer]:
         """Waits, and returns one answer per row, in order; only the requested outputs are copied to the host.
@@ -228,7 +229,7 @@ class Pipeline:
         if planned is None:
             return PendingStep(self, [], self.device.losses)
         cache_ids, outputs, transaction = planned.cache_ids, planned.outputs, planned.transaction
-        pending = PendingStep(self, [None] * len(cache_ids), self.device.losses)
+        pending = PendingStep(self, [None] * len(cache_ids), self.device.losses, reused=planned.reused)
         try:
             self.begin(transaction, planned.recompute)
             rows = ActiveRows(

@@ -26,6 +26,12 @@ class PendingReplicas:
     steps: list[tuple[PendingStep, list[int]]]  # each with its rows of the batch
     size: int
 
+    @property
+    def reused(self) -> list[int]:
+        """How many tokens of each row a known prefix held."""
+        found = dict(pair for step, rows in self.steps for pair in zip(rows, step.reused, strict=True))
+        return [found[row] for row in range(self.size)]
+
     def result(self) -> list[Any]:
         """Waits, and returns one answer per row, in order; raises as `PendingStep.result`."""
         with self.life.lock, self.life:

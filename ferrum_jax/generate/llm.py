@@ -5,6 +5,7 @@ import itertools
 import os
 import queue
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from ferrum_jax.contract.checks import check_int
@@ -123,8 +124,7 @@ class LLM:
             if drafts is not None:
                 drafts.close()
             raise
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(scheduler)  # public: callers may submit requests themselves
         forms = FormCompiler(tokenizer, model.config.vocab_size)
         self._intake = Intake(model, tokenizer, scheduler.new_cache_id, forms)
@@ -157,7 +157,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's files recommend, as vLLM's method: temperature 1 where they name none."""
-        return SamplingParams(**{"temperature": 1.0} | dict(self.tokenizer.recommended if self.tokenizer else {}))
+        return replace(SamplingParams(temperature=1.0), **(self.tokenizer.recommended if self.tokenizer else {}))
 
     def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
         """Compiles all programs that serving may need; options are `ModelRunner.warmup`'s, ignored for other models."""

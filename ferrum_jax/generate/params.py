@@ -222,19 +222,22 @@ class RequestOutput:
     it follows the prompt's text, and includes the space between the two. `logprobs` has one figure per id under the
     model's own distribution, `processed_logprobs` one under the distribution it was sampled from, `top_logprobs` the
     likeliest ids at its position; they are None if not asked for. Log-probabilities of the prompt have None for the
-    first id, which nothing predicts. `error` ended an answer whose `finish_reason` is `error`; the other fields then
-    hold what was generated before. With speculation, `drafted` counts the tokens that were drafted and verified, and
-    `accepted` those of them in the answer. `preemptions` counts how often the request lost its slot and blocks because
-    the KV ran short, and was recomputed. `weight_versions` has for each generated token the version of the weights that
-    chose it: the runner's `params_version`, which every `set_params` and `set_lora` increases. An answer that a change
-    of weights ended has the reason `abort`. A finished answer has in `captured` the arrays at the hook points asked
-    for, `[n, ...]`: n counts the tokens of prompt and answer except the last, which no step has computed.
+    first id, which nothing predicts. `stop_reason` is the stop text, or the one of `stop_token_ids`, that ended the
+    answer; None where the model's own end or something else did. `error` ended an answer whose `finish_reason` is
+    `error`; the other fields then hold what was generated before. With speculation, `drafted` counts the tokens that
+    were drafted and verified, and `accepted` those of them in the answer. `preemptions` counts how often the request
+    lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` has for each generated
+    token the version of the weights that chose it: the runner's `params_version`, which every `set_params` and
+    `set_lora` increases. An answer that a change of weights ended has the reason `abort`. A finished answer has in
+    `captured` the arrays at the hook points asked for, `[n, ...]`: n counts the tokens of prompt and answer except the
+    last, which no step has computed.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
     logprobs: list[float] | None = None
     processed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
@@ -247,6 +250,7 @@ class RequestOutput:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, that were in the KV already and were not computed again
     request_id: str = ""
     prompt: str | None = field(default=None, repr=False)  # the prompt's text, if it was given as text
     num_answers: int = 1  # `n` of its prompt

@@ -51,6 +51,7 @@ class Request:
     text_prompt: str | None = None
     tokens: list[int] = field(default_factory=list)  # prompt, and the answer as far as the host knows it
     num_read: int = 0  # positions of the KV that are filled once all steps begun so far are done
+    num_cached: int | None = None  # tokens of the prompt that were in the KV already when it began; None before
     num_in_flight: int = 0  # tokens that the device has chosen and the host has not read yet
     has_scores_in_flight: bool = False
     score_from: int | None = None  # index of the first prompt token to score; None: no scores
@@ -98,6 +99,14 @@ class Request:
     def is_done(self) -> bool:
         """True once the request finished or failed."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The caller's stop text or stop id that ended the answer; None for the model's own end and other reasons."""
+        if self.finish_reason != "stop":
+            return None
+        is_own = self.tokens[-1] in (self.params.stop_token_ids or ())
+        return self.tokens[-1] if is_own else self.watcher.found or None
 
     @property
     def is_begun(self) -> bool:
@@ -293,6 +302,7 @@ class Request:
     def share(self, other: "Request") -> None:
         """Takes positions, captures and scores before `fork_position` from a request whose KV it now has, too."""
         self.num_read, self.kv_version = self.fork_position, other.kv_version
+        self.num_cached = self.fork_position if self.num_cached is None else self.num_cached
         if self.capture:
             joined = other.captured_points(self.num_read)
             self.captured = [joined] if self.num_read else []
@@ -393,6 +403,7 @@ class Request:
             token_ids=self.tokens[begin : begin + count],
             text=self._text_so_far(),
             finish_reason=reason,
+            stop_reason=self.stop_reason,
             logprobs=self.logprobs[:count] if wanted >= 0 else None,
             processed_logprobs=self.processed_logprobs[:count] if wanted >= 0 else None,
             top_logprobs=self.top_logprobs[:count] if wanted > 0 else None,
@@ -406,6 +417,7 @@ class Request:
             drafted=self.drafted,
             accepted=self.accepted,
             preemptions=self.preemptions,
+            num_cached_tokens=self.num_cached or 0,
             request_id=self.request_id,
             prompt=self.text_prompt,
             num_answers=params.n,

@@ -59,7 +59,8 @@ class Scheduler:
         self.speculator = None if drafts is None else Speculator(model, self.backend, drafts)
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self.max_rows = max_rows
-        self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
+        self._room = max_rows  # rows admitted; fewer after the KV ran short
+        self._growth = 0  # how many more are tried once all of these have had a step
         self._shortage = Shortage(model)
         self._chunk_tokens = chunk_tokens
         self._waiting = WaitingLine()
@@ -113,7 +114,7 @@ class Scheduler:
         self.backend.reset()
         for request in self._running:
             request.restart()
-        self._room = self.max_rows
+        self._room, self._growth = self.max_rows, 0
         self._shortage.clear()
         if self.speculator is not None:
             self.speculator.source.reset()
@@ -154,6 +155,8 @@ class Scheduler:
             if rows:
                 try:
                     self._in_flight = self._count(requests, rows, self.backend.execute(rows))
+                    if self._room < self.max_rows and len(self._running) >= self._room:
+                        self._room, self._growth = min(self.max_rows, self._room + self._growth), 2 * self._growth
                 except ResourceExhaustedError as problem:
                     if before is None:  # else the step in flight may end requests: preempt only after that
                         self._make_room(problem)
@@ -200,9 +203,11 @@ class Scheduler:
 
     def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
         """Counts the positions that a begun batch fills and the tokens that it chooses."""
-        for request, row in zip(requests, rows, strict=True):
+        reused: Sequence[int] = getattr(pending, "reused", None) or [0] * len(rows)  # of a model that tells
+        for request, row, known in zip(requests, rows, reused, strict=True):
             if row.start == 0:
                 request.kv_version = self.backend.params_version
+                request.num_cached = known if request.num_cached is None else request.num_cached
             if isinstance(row.output, SampledToken):
                 request.num_in_flight += 1
             if isinstance(row.output, TargetScores):  # `take_scores` counts its positions
@@ -403,7 +408,8 @@ class Scheduler:
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Preempts the request that joined last among the least urgent ones; fails it if it is the only one.
 
-        A request that holds no positions yet goes back to the queue and is not counted as preempted.
+        If it holds no positions yet, it goes back to the queue with half of the requests that hold none, and is not
+        counted as preempted.
         """
         rivals = [one for one in self._running if self._shortage.competes(one, problem)] or [*self._running]
         last = max(reversed(rivals), key=attrgetter("priority"))
@@ -411,10 +417,15 @@ class Scheduler:
             self._resynchronise()
             self._fail([last], problem)
             return
-        del self._running[last]
-        self._waiting.put_first(last)
+        leaving = [last]
+        if not last.num_read:
+            fresh = [one for one in rivals if not one.num_read and one.priority == last.priority]
+            leaving = fresh[len(fresh) // 2 :]
+        for one in leaving:
+            del self._running[one]
+        self._waiting.put_first(*leaving)
         if problem.replica is None:
-            self._room = len(self._running)
+            self._room, self._growth = len(self._running), len(leaving) // 2
         else:
             self._shortage.add(problem.replica)
         if last.num_read:
@@ -429,8 +440,9 @@ class Scheduler:
                 problem,
             )
             last.preemptions += 1
-        self._release(last.cache_id)
-        last.restart()
+        for one in leaving:
+            self._release(one.cache_id)
+            one.restart()
         self._resynchronise()
 
     def _resynchronise(self, *, failed: bool = False) -> set[Request]:
@@ -449,10 +461,11 @@ class Scheduler:
         return gone
 
     def _leave(self, request: Request) -> None:
-        self._room = self.max_rows
         self._shortage.ends(request)
         self._release(request.cache_id)
         del self._running[request]
+        # One more than the room it left, and if all of them have a step, then twice as many each time.
+        self._room, self._growth = min(self.max_rows, max(self._room, len(self._running) + 2)), 2
 
     def _release(self, cache_id: str) -> None:
         try:

@@ -12,7 +12,7 @@ class StopWatcher:
         self._includes_stop = includes_stop
         self._held = ""
         self._num_exempt = 0  # characters at the front of `_held` in which no stop text may end
-        self.found = False
+        self.found = ""  # the stop text that ended the text, once there is one
 
     def push(self, piece: str, *, is_exempt: bool = False) -> str:
         """Takes the next piece and returns the text that is certainly not part of a stop text.
@@ -25,13 +25,12 @@ class StopWatcher:
         if is_exempt:
             self._num_exempt = len(self._held)
         hits = [
-            (at + len(stop), at)
+            (at + len(stop), at, stop)
             for stop in self._stops
             if (at := self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))) >= 0
         ]
         if hits:
-            self.found = True
-            end, at = min(hits)  # the one that ends first, as if the text had come character by character
+            end, at, self.found = min(hits)  # the one that ends first, as if the text had come character by character
             out, self._held = self._held[: end if self._includes_stop else at], ""
             return out
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)

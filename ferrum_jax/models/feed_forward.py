@@ -91,10 +91,17 @@ def _route(logits: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.A
     """Returns each token's experts and their shares, after interventions, and the captured arrays."""
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
     if taps.changes("expert_indices"):
-        chosen = taps.changed("expert_indices", chosen)
-        shares = shares_of(logits, chosen, renormalise=experts.norm_topk_prob)
+        chosen, is_known = _replaced(chosen, experts, taps)
+        shares = jnp.where(is_known, shares_of(logits, chosen, renormalise=experts.norm_topk_prob), jnp.nan)
     shares = taps.changed("expert_weights", shares)
     return chosen, shares, taps.captured(router_logits=logits, expert_indices=chosen, expert_weights=shares)
+
+
+def _replaced(chosen: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.Array, jax.Array]:
+    """Returns expert ids after interventions, and where these are of experts; other ids become 0."""
+    chosen = taps.changed("expert_indices", chosen)
+    is_known = (chosen >= 0) & (chosen < experts.num_experts)
+    return jnp.where(is_known, chosen, 0), is_known
 
 
 def _swiglu_experts(
@@ -150,8 +157,12 @@ def deepseek_experts(
         num_kept=experts.topk_group,
         num_best=2 if is_corrected else 1,
     )
-    chosen = taps.changed("expert_indices", chosen)
+    is_known = None
+    if taps.changes("expert_indices"):
+        chosen, is_known = _replaced(chosen, experts, taps)
     shares = jnp.take_along_axis(scores, chosen, axis=1)
+    if is_known is not None:
+        shares = jnp.where(is_known, shares, jnp.nan)
     if experts.norm_topk_prob:
         shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
     shares = taps.changed("expert_weights", shares * experts.routed_scaling_factor)

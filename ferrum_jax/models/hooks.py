@@ -18,7 +18,8 @@ changes of their arrays.
 
 Functions at `attn_scores` are given -1e30 where masked. X counts all tokens of a step; in `models.run` the axis X is
 the two axes `[B, T]`. Where `expert_indices` are replaced, the shares of the new experts come from the router's logits,
-so that a trainer that replays a sampler's routing still has the router's gradients.
+so that a trainer that replays a sampler's routing still has the router's gradients. An id that no expert has is refused
+or, where it is known under `jit` only, makes its token NaN.
 """
 
 import re
@@ -73,8 +74,12 @@ Captured = dict[Point, Any]  # arrays; for `attn_scores` and `pattern` tuples of
 
 def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
     """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the point's array."""
-    mask = jnp.asarray(where)
-    value = jnp.asarray(value)
+    mask, value = jnp.asarray(where), _numbers("value", value)
+    if not isinstance(value, jax.Array):
+        numbers = np.asarray(value)  # of which `jnp.asarray` would drop the upper bits
+        if numbers.dtype.kind in "iuO" and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
+            raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
+        value = jnp.asarray(value)
     return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
 
 
@@ -127,7 +132,9 @@ NO_TAPS = Taps()
 def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: jax.Array | None) -> jax.Array:
     if not isinstance(intervention, Edit):
         assert positions is not None
-        return _returned(point, intervention(x, positions), x.shape).astype(x.dtype)
+        found = _returned(point, intervention(x, positions), x.shape)
+        _check_kind(f"the function's result at {point.name!r}", found.dtype, x.dtype)
+        return found.astype(x.dtype)
     for name, leaf in (("scale", intervention.scale), ("add", intervention.add)):
         if leaf is None:
             continue
@@ -138,9 +145,16 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
             raise InvalidParameterError(
                 f"{name} at {point.name!r} has shape {own}, which does not broadcast to {of}{each}"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise InvalidParameterError(f"{name} at {point.name!r} is {leaf.dtype}, expected integers")
+        _check_kind(f"{name} at {point.name!r}", leaf.dtype, x.dtype)
     return edited(x, intervention)
+
+
+def _check_kind(what: str, dtype: Any, own: Any) -> None:
+    """Raises InvalidParameterError for numbers that a point's array, of dtype `own`, cannot hold."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise InvalidParameterError(f"{what} is {dtype}, expected real numbers")
+    if not jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating):
+        raise InvalidParameterError(f"{what} is {dtype}, expected integers")
 
 
 def _returned(point: Point, found: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -287,7 +301,8 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
     for at, intervention in given.items():
         point = check_point(at, cfg)
         if isinstance(intervention, Edit):
-            intervention = Edit(*(_numbers(point, name, getattr(intervention, name)) for name in ("scale", "add")))
+            given = ((f"{name} at {point.name!r}", getattr(intervention, name)) for name in ("scale", "add"))
+            intervention = Edit(*(leaf if leaf is None else _numbers(what, leaf) for what, leaf in given))
             points = [point]
             for leaf in jax.tree.leaves(intervention) if point.layer is None else ():
                 if jnp.ndim(leaf) == 0 or len(leaf) != cfg.num_hidden_layers:
@@ -329,16 +344,16 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
         )
 
 
-def _numbers(point: Point, name: str, given: Any) -> Any:
-    """Returns an edit's scale or add: arrays and numbers as they are, lists as an array."""
-    if given is None or isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
+def _numbers(what: str, given: Any) -> Any:
+    """Returns numbers of an edit: arrays and numbers as they are, lists as an array."""
+    if isinstance(given, (jax.Array, int, float)):
         return given
     try:
-        array = np.asarray(given)
+        array = given if isinstance(given, np.ndarray | np.generic) else np.asarray(given)
     except (TypeError, ValueError):  # lists of different lengths
         array = np.asarray(None)
-    if array.dtype.kind not in "biuf":
-        raise InvalidParameterError(f"{name} at {point.name!r} is {safe_repr(given)}, expected an array of numbers")
+    if array.dtype.kind not in "biu" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise InvalidParameterError(f"{what} is {safe_repr(given)}, expected an array of numbers")
     return array
 
 

@@ -207,7 +207,13 @@ class Answers:
         """Counts the tokens so far as OpenAI does: a prompt counts once for all of its answers."""
         prompts = sum(len(group[0].prompt) for group in self.groups)
         generated = sum(choice.num_taken for choice in self.choices)
-        return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+        cached = sum(group[0].num_cached or 0 for group in self.groups)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": generated,
+            "total_tokens": prompts + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     async def next(self) -> list[Piece]:
         """Waits for new pieces of answers, and returns them.

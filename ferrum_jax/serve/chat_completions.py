@@ -176,6 +176,7 @@ class _Reader:
             "message": message,
             "logprobs": self._logprobs(tokens),
             "finish_reason": self._reason,
+            "stop_reason": request.stop_reason,
         }
         if body.return_token_ids:
             told["token_ids"] = [one.token_id for one in tokens]
@@ -196,6 +197,8 @@ class _Reader:
         if body.return_token_ids:
             told[0]["token_ids"] = [one.token_id for one in piece.tokens]
         told[-1]["finish_reason"] = self._reason
+        if self._reason is not None:
+            told[-1]["stop_reason"] = self.choice.request.stop_reason
         return told
 
     def _delta(self, event: Event) -> dict[str, Any]:

@@ -115,6 +115,8 @@ class _Writer:
         elif not text and reason is None and body.logprobs is None and not body.return_token_ids:
             return None
         told: dict[str, Any] = {"index": self._choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+        if reason is not None:
+            told["stop_reason"] = request.stop_reason
         if body.logprobs is not None:
             entries: list[Any] = []
             if echo is not None:

@@ -164,7 +164,8 @@ class SamplingBody(Ignored):
         fields = SamplingBody.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
         asked = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        given = {name: fields[name].default for name in shared if name not in SETTINGS} | dict(defaults) | asked
+        given: dict[str, Any] = {name: fields[name].default for name in shared if name not in SETTINGS}
+        given |= dict(defaults) | asked
         given |= {"logit_bias": bias, "seed": None if self.seed is None else self.seed % 2**32}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given["structured"] = self.form()

@@ -58,8 +58,6 @@ class GgufSource:
         self.path = path
         self.formats: Formats = {}  # none: quantised weights are dequantised by default
         self.file = GgufFile(path)
-        if (parts := self.file.metadata.get("split.count", 1)) != 1:
-            raise UnsupportedError(f"{path} is one of {parts} parts: join them with llama.cpp's `gguf-split --merge`")
         try:
             header = Header(self.file)
             # Hugging Face has one setting for the biases of all four projections; a file may have any of the biases.

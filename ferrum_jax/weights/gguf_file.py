@@ -2,13 +2,14 @@
 
 import functools
 import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError, safe_repr
 from ferrum_jax.weights.safetensors_file import check_regular
 
 if TYPE_CHECKING:
@@ -16,18 +17,47 @@ if TYPE_CHECKING:
 
 
 class GgufFile:
-    """A GGUF file whose header was read; tensors stay on disk until their data is accessed."""
+    """A GGUF file whose header was read, or all parts of a split one; tensors stay on disk until they are accessed."""
 
     def __init__(self, path: Path):
-        """Opens a file.
+        """Opens a file; of a split one, the first, which has the metadata, and the others beside it.
 
         Raises:
-            NotFoundError: there is no such file.
+            NotFoundError: there is no such file, or a part is missing.
             UnsupportedError: the gguf package is not installed.
-            InvalidFormatError: it is not a whole GGUF file.
+            InvalidFormatError: it is not a whole GGUF file, or its parts do not belong together.
         """
         self.path = path
         self._reader = _read(path)
+        #: All tensors, with their GGUF names.
+        self.tensors: list[ReaderTensor] = [*self._reader.tensors]
+        for number, part in enumerate(self._other_parts(), start=1):
+            reader = _read(part)
+            own = [_number(reader, f"split.{name}", -1) for name in ("no", "count")]
+            if own != [number, self._count]:
+                raise InvalidFormatError(
+                    f"{part} is part {own[0] + 1} of {own[1]}, expected {number + 1} of {self._count}"
+                )
+            self.tensors += reader.tensors
+        named = {tensor.name for tensor in self.tensors}
+        if (stated := _number(self._reader, "split.tensors.count", len(named))) != len(named):
+            raise InvalidFormatError(f"{path} and its other parts have {len(named)} tensors, expected {stated}")
+
+    @property
+    def _count(self) -> int:
+        return _number(self._reader, "split.count", 1)
+
+    def _other_parts(self) -> list[Path]:
+        """Returns the paths of the other parts, which llama.cpp's `gguf-split` numbers."""
+        if self._count <= 1:
+            return []
+        name = re.fullmatch(r"(.*)-00001-of-(\d{5})(\.gguf)", self.path.name, re.IGNORECASE)
+        if name is None or int(name[2]) != self._count:
+            raise InvalidFormatError(
+                f"{self.path} is one of {self._count} parts: give the first, whose name ends in "
+                f"-00001-of-{self._count:05}.gguf, with the others beside it"
+            )
+        return [self.path.with_name(f"{name[1]}-{at:05}-of-{name[2]}{name[3]}") for at in range(2, self._count + 1)]
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -39,10 +69,14 @@ class GgufFile:
         except (ValueError, IndexError, UnicodeDecodeError) as problem:
             raise InvalidFormatError(f"{self.path} has metadata that cannot be read: {problem}") from None
 
-    @property
-    def tensors(self) -> "list[ReaderTensor]":
-        """All tensors, with their GGUF names."""
-        return self._reader.tensors
+
+def _number(reader: "GGUFReader", key: str, default: int) -> int:
+    """Returns an integer of the metadata, or the default where there is none."""
+    field = reader.fields.get(key)
+    found = default if field is None else field.contents()
+    if not isinstance(found, int):
+        raise InvalidFormatError(f"{key} is {safe_repr(found)}, expected a number")
+    return found
 
 
 def _read(path: Path) -> "GGUFReader":

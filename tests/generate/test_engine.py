@@ -135,6 +135,30 @@ def test_who_gave_way_comes_before_those_who_wait_and_then_all_places_are_filled
     assert model.batches == [[4, 4], [1, 1], [1], [1], [1], [6, 1], [1, 1], [1]]
 
 
+def test_a_short_kv_refuses_few_batches_however_many_rows_there_are():
+    """A refused batch computes nothing, so rows are found by halving and doubling, not by one try for each of them."""
+    refused = []
+
+    class Refusing(UnifiedLLM):
+        def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
+            try:
+                return super().unified_forward(items)
+            except ResourceExhaustedError:
+                refused.append(len(items))
+                raise
+
+    model, used = Refusing(200, max_seqs=200), []
+    engine = Scheduler(model, max_rows=100, chunk_tokens=1000)
+    requests = [request(engine, [at % 20] * 8, 6) for at in range(100)]  # of 13 positions each: 15 fit at a time
+    for one in requests:
+        one.notify = lambda _: used.append(engine.num_running)
+    finish(engine, requests)
+    assert len(refused) < 1.5 * len(requests)
+    assert sum(len(one) for one in model.batches) > 10 * len(model.batches)
+    for at, one in enumerate(requests):
+        assert one.output().token_ids == answer(model, [at % 20] * 8, 6)
+
+
 def test_who_waits_begins_by_priority_and_takes_no_row_of_one_that_runs():
     model = UnifiedLLM(1000)
     engine = Scheduler(model, max_rows=1, chunk_tokens=50)

@@ -109,10 +109,10 @@ def test_a_stop_id_ends_the_answer():
         out = llm.generate([[1]], params)[0]
         expected = answer(model, [1], 60)
         assert out.token_ids == expected[: expected.index(7) + 1]
-        assert out.finish_reason == "stop"
+        assert (out.finish_reason, out.stop_reason) == ("stop", None if eos else 7)
     past = counting(eos=(7,))[0].generate([[1]], SamplingParams(ignore_eos=True, max_tokens=20))[0]
     assert past.token_ids == expected[:20]
-    assert past.finish_reason == "length"
+    assert (past.finish_reason, past.stop_reason) == ("length", None)
 
 
 def test_a_stop_text_ends_the_answer_before_itself():
@@ -120,7 +120,7 @@ def test_a_stop_text_ends_the_answer_before_itself():
     whole = text_of(answer(model, [1], 20))
     out = llm.generate([[1]], SamplingParams(stop=(whole[9:12], "never there")))[0]
     assert out.text == whole.partition(whole[9:12])[0]
-    assert out.finish_reason == "stop"
+    assert (out.finish_reason, out.stop_reason) == ("stop", whole[9:12])
 
 
 @pytest.mark.parametrize("count", [1, 5, 12])

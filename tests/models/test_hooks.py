@@ -125,6 +125,26 @@ def test_replayed_routes_give_the_same_answer_and_other_routes_have_the_routers_
         close(found["expert_weights", layer], jax.nn.softmax(chosen, axis=-1))
 
 
+@pytest.mark.parametrize("name", by_default(("mixtral", "qwen3_moe", "deepseek3", "gpt_oss"), "mixtral", "deepseek3"))
+@pytest.mark.parametrize("wrong", [-1, -7, 1000])
+def test_a_traced_id_that_no_expert_has_makes_its_token_nan_and_changes_no_other_row(name: str, wrong: int):
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    assert cfg.experts is not None
+    point = Point("expert_indices", cfg.experts.sparse_layers.index(True))
+    own, captured = run(params, tokens, cfg, capture=(point,))
+    ids = np.array(captured[point])
+    ids[1, 5:] = wrong
+
+    def replay(ids: jax.Array, change: Any) -> jax.Array:
+        return models.forward(params, tokens, cfg, interventions={point: change(ids)})
+
+    for change in (replace_with, lambda ids: lambda x, _: ids):
+        logits = jax.jit(replay, static_argnums=1)(ids, change)
+        close(logits[0], own[0])
+        assert np.isnan(logits[1, 5:]).all()
+
+
 @pytest.mark.parametrize("name", by_default(("mistral", "qwen3_window_biases"), "mistral"))
 def test_stacked_layers_have_the_same_points(name: str):
     params, cfg = model(name)
@@ -335,6 +355,30 @@ def test_generation_follows_the_interventions_of_each_row():
         ),
         (
             "qwen3_moe",
+            {"interventions": {("expert_indices", 0): lambda ids, _: ids.astype(jnp.float32)}},
+            InvalidParameterError,
+            "the function's result at 'expert_indices' is float32, expected integers",
+        ),
+        (
+            "mistral",
+            {"interventions": {("z", 0): lambda z, _: z.astype(jnp.complex64)}},
+            InvalidParameterError,
+            "the function's result at 'z' is complex64, expected real numbers",
+        ),
+        (
+            "mistral",
+            {"interventions": {("z", 0): Edit(scale=jnp.ones(1, jnp.complex64))}},
+            InvalidParameterError,
+            "scale at 'z' is complex64, expected real numbers",
+        ),
+        (
+            "mistral",
+            {"interventions": {("z", 0): Edit(add=np.array(["a"]))}},
+            InvalidParameterError,
+            r"add at 'z' is array\(\['a'\].*expected an array of numbers",
+        ),
+        (
+            "qwen3_moe",
             {"interventions": {("expert_indices", 0): replace_with(np.array([0, 99, 1], np.int32))}},
             InvalidParameterError,
             r"expert_indices are replaced by 99, experts go from 0 to \d+: replace_with\(..., where=\) leaves padding",
@@ -357,6 +401,12 @@ def test_points_and_interventions_that_cannot_be_are_refused(name: str, asked: d
     params, cfg = model(name)
     with pytest.raises(error, match=message):
         models.run(params, tokens_of(name), cfg, **asked)
+
+
+@pytest.mark.parametrize("value", [np.array([2**32, 1]), 2**31, -(2**70)])
+def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
+    with pytest.raises(InvalidParameterError, match=r"value has integers from .*, expected 32 bits"):
+        replace_with(value)
 
 
 def test_one_point_is_as_a_list_of_it_and_one_number_as_an_array_of_it():

@@ -301,7 +301,8 @@ def test_a_call_that_a_stop_text_cuts_off_is_no_call_to_follow(scripted: Start):
     model, client, _ = scripted(TOOL_TEMPLATE)
     model.says(CALLS)
     ask: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
-    assert client.chat.completions.create(**ask, stop=["Bern"]).choices[0].finish_reason == "stop"
+    (cut,) = client.chat.completions.create(**ask, stop=["Bern", "never there"]).choices
+    assert (cut.finish_reason, cut.model_extra) == ("stop", {"stop_reason": "Bern"})
     assert client.chat.completions.create(**ask, stop=["</tool"]).choices[0].finish_reason == "tool_calls"
 
 

@@ -103,6 +103,15 @@ def test_only_streams_that_ask_for_usage_name_it(http: httpx.Client):
         assert chunks
 
 
+def test_usage_tells_how_much_of_a_prompt_was_known(http: httpx.Client, llm: LLM):
+    prompt = [(7 * at) % 31 for at in range(3, 23)]  # two blocks of 8 and a part of one, in no other test
+    for known in (0, 16):
+        told = http.post("/v1/completions", json=ASK | {"prompt": prompt, "n": 3, "temperature": 1}).json()
+        assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": known}
+    outs = llm.generate([prompt], SamplingParams(n=2, temperature=1.0, max_tokens=2))
+    assert [out.num_cached_tokens for out in outs] == [16, 19]  # a copy computes the last token alone
+
+
 def test_continuous_usage_is_in_every_chunk(client: Any):
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.completions.create(**ASK, stream=True, stream_options=options))

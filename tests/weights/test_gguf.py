@@ -87,11 +87,13 @@ def write_gguf(
     without: tuple[str, ...] = (),
     yarn: tuple[float, int] | None = None,
     window: int | None = None,
+    split_tensors: int = 0,
 ) -> Path:
     """Writes the tiny model of `config`; `raw` gives tensors as they are stored, by their Hugging Face names."""
     cfg = ModelConfig.from_hf(config)
     architecture = architecture or str(config["model_type"])
     writer = open_writer(path, config, architecture)
+    writer.split_max_tensors = split_tensors  # of each part; 0: it is not split
     if yarn:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(yarn[0])
@@ -238,13 +240,42 @@ def test_an_architecture_that_is_not_supported_is_refused_by_name(tmp_path: Path
     assert "architecture 'gemma', supported are gemma2," in refuse(path, UnsupportedError)
 
 
-def test_a_part_of_a_split_file_is_refused(tmp_path: Path):
-    writer = GGUFWriter(tmp_path / "model-00001-of-00003.gguf", "llama")
-    writer.add_uint16("split.count", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    assert "is one of 3 parts" in refuse(tmp_path / "model-00001-of-00003.gguf", UnsupportedError)
+def write_split(folder: Path, **options: Any) -> list[Path]:
+    """Writes the tiny Llama in parts of ten tensors, and returns their paths."""
+    write_gguf(folder / "model.gguf", tiny.CONFIGS["llama3"], split_tensors=10, **options)
+    return sorted(folder.glob("model-*.gguf"))
+
+
+def test_a_split_file_is_read_from_its_first_part(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    whole = write_gguf(tmp_path / "whole" / "model.gguf", tiny.CONFIGS["llama3"])
+    parts = write_split(tmp_path)
+    assert len(parts) > 2
+    found, cfg = ferrum_jax.load_params(parts[0], "float32")
+    expected, own = ferrum_jax.load_params(whole, "float32")
+    tiny.assert_same_tree(found, expected)
+    assert cfg == own
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path):
+    parts = write_split(tmp_path)
+    told = "give the first, whose name ends in -00001-of-0000"
+    assert told in refuse(parts[1])
+    (tmp_path / "renamed.gguf").write_bytes(parts[0].read_bytes())
+    assert told in refuse(tmp_path / "renamed.gguf")
+    last = parts[-1].read_bytes()
+    parts[-1].write_bytes(parts[1].read_bytes())
+    with pytest.raises(InvalidFormatError, match=f"is part 2 of {len(parts)}, expected {len(parts)} of {len(parts)}"):
+        ferrum_jax.load_params(parts[0])
+    parts[-1].unlink()
+    with pytest.raises(NotFoundError, match=parts[-1].name):
+        ferrum_jax.load_params(parts[0])
+    parts[-1].write_bytes(last)
+    ferrum_jax.load_params(parts[0])
+    (tmp_path / "other").mkdir()
+    others = write_split(tmp_path / "other", without=("model.norm.weight",))  # in the last part
+    parts[-1].write_bytes(others[-1].read_bytes())
+    assert "and its other parts have" in refuse(parts[0], InvalidFormatError)
 
 
 def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path):

@@ -19,7 +19,7 @@ from ferrum_jax.contract.values import ModelInfo
 from ferrum_jax.executor.llm_executor import description, model_calls, requests
 from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, handle_of, live_sequence
 from ferrum_jax.executor.llm_executor.metrics import Meter
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequences
 from ferrum_jax.executor.llm_executor.worker import CallWorker
 
 
@@ -56,7 +56,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         self._capabilities = description.capabilities(model, self._info)
         self._vocab_size = model.config.vocab_size
         per_layer = self._capabilities.memory_requirements.kv_cache_memory_per_token
-        self._table = SequenceTable(model, self._info.device, per_layer * model.config.num_layers)
+        self._table = TrackedSequences(model, self._info.device, per_layer * model.config.num_layers)
         self._meter = Meter(self._capabilities.max_batch_size)
         self._worker = CallWorker(self._table, self._meter)
         self._memory = description.UNKNOWN_MEMORY

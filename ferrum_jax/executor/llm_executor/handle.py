@@ -9,7 +9,7 @@ from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, safe_repr
 from ferrum_jax.contract.handles import BlockTable, KvCacheHandle
 from ferrum_jax.contract.values import Device
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable, TrackedSequence
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequence, TrackedSequences
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LlmKvCacheHandle(KvCacheHandle):
     `cache_id`, `num_tokens` and the sizes are its own; everything else asks the model, and waits while a call runs.
     """
 
-    _table: SequenceTable
+    _table: TrackedSequences
     _cache_id: str
     _num_tokens: int  # positions
 
@@ -113,12 +113,12 @@ class LlmKvCacheHandle(KvCacheHandle):
         return f"LlmKvCacheHandle({self._cache_id!r}, num_tokens={self._num_tokens})"
 
 
-def handle_of(table: SequenceTable, sequence: TrackedSequence) -> LlmKvCacheHandle:
+def handle_of(table: TrackedSequences, sequence: TrackedSequence) -> LlmKvCacheHandle:
     """Returns a handle on a sequence at its length now."""
     return LlmKvCacheHandle(table, sequence.cache_id, sequence.length)
 
 
-def live_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
+def live_sequence(handle: Any, table: TrackedSequences) -> TrackedSequence:
     """Returns the sequence of a handle of any length; RequestValidationError for a foreign or released one."""
     if not isinstance(handle, LlmKvCacheHandle):
         kind = type(handle).__name__
@@ -128,7 +128,7 @@ def live_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
     return table.get(handle.cache_id)
 
 
-def current_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
+def current_sequence(handle: Any, table: TrackedSequences) -> TrackedSequence:
     """As `live_sequence`; a handle of another length than the sequence is a RequestValidationError, too."""
     sequence = live_sequence(handle, table)
     if handle.num_tokens != sequence.length:

@@ -30,7 +30,7 @@ from ferrum_jax.contract.tensors import DecodeOutput, PrefillOutput, Speculative
 from ferrum_jax.executor.llm_executor.description import overrides
 from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, current_sequence, handle_of
 from ferrum_jax.executor.llm_executor.requests import RowRequest
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable, TrackedSequence, UndoLog
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequence, TrackedSequences, UndoLog
 
 DECODE_METHODS = ("decode_batch", "decode_batch_with_full_logits", "decode_batch_with_logits_policy")
 
@@ -189,7 +189,7 @@ def open_rows(log: UndoLog, rows: Sequence[RowRequest]) -> None:
         row.sequence.adapter = row.options.adapter
 
 
-def _find(table: SequenceTable, row: RowRequest) -> TrackedSequence | None:
+def _find(table: TrackedSequences, row: RowRequest) -> TrackedSequence | None:
     """Returns the live sequence of a row, or None if the row begins one; refuses tokens at a wrong position."""
     sequence = None
     if row.handle is not None:
@@ -212,7 +212,7 @@ def _find(table: SequenceTable, row: RowRequest) -> TrackedSequence | None:
     return sequence
 
 
-def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
+def _unified(table: TrackedSequences, rows: Sequence[RowRequest]) -> bool:
     """Appends every row in one forward; if the model cannot, counts that and returns False with nothing changed."""
     model, policies = table.model, [row.policy for row in rows]
     items = [(row.sequence.cache_id, row.tokens, row.sequence.length, row.is_final) for row in rows]
@@ -237,7 +237,7 @@ def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
     return True
 
 
-def _decode_batch(table: SequenceTable, rows: Sequence[RowRequest]) -> None:
+def _decode_batch(table: TrackedSequences, rows: Sequence[RowRequest]) -> None:
     """Appends one token to every sequence; row by row if the model has no batch, or none with these adapters."""
     model, policies = table.model, [row.policy for row in rows]
     batch = [(row.sequence.cache_id, row.tokens[0], row.sequence.length) for row in rows]
@@ -262,7 +262,7 @@ def _decode_batch(table: SequenceTable, rows: Sequence[RowRequest]) -> None:
 
 
 def _take_answers(
-    table: SequenceTable, rows: Sequence[RowRequest], answers: Any, wanted: Sequence[LogitsReturnPolicy | None]
+    table: TrackedSequences, rows: Sequence[RowRequest], answers: Any, wanted: Sequence[LogitsReturnPolicy | None]
 ) -> None:
     for row in rows:
         table.advance(row.sequence, len(row.tokens))
@@ -270,14 +270,14 @@ def _take_answers(
         row.answer = answer
 
 
-def _prefill_chunk(table: SequenceTable, row: RowRequest) -> Logits:
+def _prefill_chunk(table: TrackedSequences, row: RowRequest) -> Logits:
     """Appends a row's tokens and returns the logits of the last, `[V]`."""
     logits = table.model.prefill(row.sequence.cache_id, row.tokens)
     table.advance(row.sequence, len(row.tokens))
     return check_logits(table.model, logits).copy()  # the next call may write there
 
 
-def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
+def _verify(table: TrackedSequences, sequence: TrackedSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Appends tokens in one forward, `[n, V]`; token by token where the model cannot."""
     model, cache_id = table.model, sequence.cache_id
     try:
@@ -294,7 +294,7 @@ def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: Sequence[in
     return check_logit_rows(model, logits, len(tokens))
 
 
-def _capture(table: SequenceTable, row: RowRequest) -> NDArray[np.float32]:
+def _capture(table: TrackedSequences, row: RowRequest) -> NDArray[np.float32]:
     """Appends a row's tokens, `[n, V]`, and keeps the activations that it asks for."""
     hidden, weights = row.options.hidden_layers, row.options.attention_layers
     captured = table.model.capture(row.sequence.cache_id, row.tokens, hidden=hidden, attention_weights=weights)
@@ -303,7 +303,7 @@ def _capture(table: SequenceTable, row: RowRequest) -> NDArray[np.float32]:
     return row.captured.logits
 
 
-def _prefill_output(table: SequenceTable, row: RowRequest) -> PrefillOutput:
+def _prefill_output(table: TrackedSequences, row: RowRequest) -> PrefillOutput:
     """Builds the output of one chunk; activations are in the order in which they were asked for."""
     captured, options = row.captured, row.options
     hidden = [captured.hidden[layer][None] for layer in options.hidden_layers] if captured else []

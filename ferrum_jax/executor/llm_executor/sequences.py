@@ -41,7 +41,7 @@ class TrackedSequence:
         return self.adapter is not None or not self.knows_adapter
 
 
-class SequenceTable:
+class TrackedSequences:
     """The live sequences of one executor by id, and the lock around its model.
 
     The model's `kv_len` decides how long a sequence is; where that is None, appended tokens are counted here. Methods
@@ -254,7 +254,7 @@ class UndoLog:
     adapter is bound to its own again; where the model cannot, it is released, too, and its handles are stale.
     """
 
-    def __init__(self, table: SequenceTable):
+    def __init__(self, table: TrackedSequences):
         self.table = table
         self._entries: list[_Before] = []
         self._mutex = threading.Lock()
@@ -262,7 +262,7 @@ class UndoLog:
         self._is_abandoned = False
 
     def begin(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
-        """Begins a sequence, as `SequenceTable.create`."""
+        """Begins a sequence, as `TrackedSequences.create`."""
         sequence = self.table.create(cache_id, kind)
         self._entries.append(_Before(sequence, None, None))
         return sequence

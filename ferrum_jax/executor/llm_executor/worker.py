@@ -14,7 +14,7 @@ from ferrum_jax.contract.errors import CancelledError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor.llm_executor.metrics import Kind, Meter
 from ferrum_jax.executor.llm_executor.requests import RowRequest
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable, UndoLog
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequences, UndoLog
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class CallWorker:
     A caller that is cancelled waits until its call has ended and is undone; a call that has not begun never begins.
     """
 
-    def __init__(self, table: SequenceTable, meter: Meter):
+    def __init__(self, table: TrackedSequences, meter: Meter):
         """Starts no thread yet."""
         self._table = table
         self._meter = meter

@@ -13,7 +13,7 @@ import pytest
 from ferrum_jax import LlmExecutor, errors
 from ferrum_jax.contract import Device, ExecutorState, FerrumError, KvCacheHandle
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable, TrackedSequence, UndoLog
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequence, TrackedSequences, UndoLog
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import CountingLLM, SummingLLM
@@ -363,7 +363,7 @@ def test_nobody_sees_what_a_cancelled_call_is_about_to_undo():
 
 def test_a_sequence_that_has_changed_since_is_not_undone():
     model = SummingLLM()
-    table = SequenceTable(model, Device("cpu"), 0)
+    table = TrackedSequences(model, Device("cpu"), 0)
     log = UndoLog(table)
     kept, gone, replaced = log.begin(), log.begin(), log.begin()
 
