@@ -21,8 +21,8 @@ from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, FerrumError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
+from ferrum_jax.executor.build import build_runner
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
-from ferrum_jax.executor.from_params import serve
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_engine
@@ -212,7 +212,7 @@ def _load(
     hosts.check_placement(replicas[0])
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     asked, settings = settings, with_defaults(settings, source, target, is_divided=placed.division is not None)
-    if settings.quantize != asked.quantize and hosts.leads:
+    if asked.quantize is None and settings.quantize == "none" and hosts.leads:
         _tell_dequantised(source, settings, placed)
     free = hosts.least(placed.placement.free_bytes())
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
@@ -228,7 +228,7 @@ def _load(
         params, cfg = _read(source, settings, placed, progress and hosts.leads)
     memory = None if memory is None else memory.result()
     free = placed.placement.free_bytes() if memory is None else max(0, free - taken)
-    return serve(
+    return build_runner(
         params,
         cfg,
         settings,
@@ -246,18 +246,15 @@ def _load(
 
 
 def _tell_dequantised(source: Checkpoint, settings: EngineConfig, placed: ModelPlacement) -> None:
-    """Warns if weights are served in more bits than the checkpoint has, as nobody has said how."""
-    native = {} if settings.quantize != "none" or isinstance(source, orbax.OrbaxSource) else source.native_formats()
-    if native:
-        device, dtype = placed.placement.first, settings.dtype or default_dtype(placed.placement.first)
-        served, kept = (
-            placed.num_bytes(served_specs(source, replace(settings, quantize=how), device), dtype)
-            for how in ("none", "keep")
-        )
+    """Warns if weights are served in more bits than the checkpoint has, as `quantize` is not given."""
+    kept = {} if isinstance(source, orbax.OrbaxSource) else source.native_formats(skip=True)
+    if kept:
+        dtype, plain = settings.dtype or "float32", family(source.config).param_specs(source.config)
+        sizes = (placed.num_bytes(own, dtype) / 1e6 for own in (plain, quantised_specs(plain, kept)))
         _log.warning(
-            "%s: %d quantised weights are dequantised to %s, %.1f GB in the place of %.1f on each device; "
-            "quantize='keep' serves them as they are stored, but slower",
-            source.path, len(native), dtype, served / 1e9, kept / 1e9,
+            "%s: %d quantised weights are dequantised to %s; the parameters take %.0f MB of each device, and %.0f with "
+            "quantize='keep', which serves them as they are stored",
+            source.path, len(kept), dtype, *sizes,
         )  # fmt: skip
 
 

@@ -143,6 +143,12 @@ def _choose(state: SamplerState[jax.Array], logits: jax.Array, rows: jax.Array) 
 _distributions = jax.jit(sampler.distributions)
 
 
+class FinishedStep(Future[list[Any]]):
+    """Answers of a batch that has run."""
+
+    reused: Sequence[int] = ()  # as of `PendingStep`; the contract's methods do not tell it
+
+
 class HostModel:
     """Runs scheduled batches by a model's contract methods: `unified_forward` if it has one, else row by row.
 
@@ -164,9 +170,9 @@ class HostModel:
         self.model.warmup(progress=progress)
         self.sampler.warmup()
 
-    def execute(self, batch: ScheduledBatch) -> Future[list[Any]]:
+    def execute(self, batch: ScheduledBatch) -> FinishedStep:
         """Runs a batch to its end; the future's `result()` is one answer per row."""
-        done: Future[list[Any]] = Future()
+        done = FinishedStep()
         answers: list[Any] = [None] * len(batch)
         advanced: list[ScheduledRow] = []
         verified = (VerifiedTokens, Distributions)

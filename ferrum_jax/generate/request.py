@@ -51,7 +51,8 @@ class Request:
     text_prompt: str | None = None
     tokens: list[int] = field(default_factory=list)  # prompt, and the answer as far as the host knows it
     num_read: int = 0  # positions of the KV that are filled once all steps begun so far are done
-    num_cached: int | None = None  # tokens of the prompt that were in the KV already when it began; None before
+    num_cached: int = 0  # tokens of the prompt that were in the KV already and were not computed
+    num_begun: int = 0  # tokens of the prompt for which this is known
     num_in_flight: int = 0  # tokens that the device has chosen and the host has not read yet
     has_scores_in_flight: bool = False
     score_from: int | None = None  # index of the first prompt token to score; None: no scores
@@ -102,11 +103,17 @@ class Request:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The caller's stop text or stop id that ended the answer; None for the model's own end and other reasons."""
+        """The caller's stop text or stop id that ended the answer; None where neither did."""
         if self.finish_reason != "stop":
             return None
         is_own = self.tokens[-1] in (self.params.stop_token_ids or ())
         return self.tokens[-1] if is_own else self.watcher.found or None
+
+    def count_cached(self, start: int, known: int) -> None:
+        """Counts the known positions from `start` on that are of the prompt, unless they were counted before."""
+        end = min(start + known, len(self.prompt))
+        self.num_cached += max(0, end - max(start, self.num_begun))
+        self.num_begun = max(self.num_begun, start, end)
 
     @property
     def is_begun(self) -> bool:
@@ -302,7 +309,7 @@ class Request:
     def share(self, other: "Request") -> None:
         """Takes positions, captures and scores before `fork_position` from a request whose KV it now has, too."""
         self.num_read, self.kv_version = self.fork_position, other.kv_version
-        self.num_cached = self.fork_position if self.num_cached is None else self.num_cached
+        self.count_cached(0, self.fork_position)
         if self.capture:
             joined = other.captured_points(self.num_read)
             self.captured = [joined] if self.num_read else []
@@ -403,7 +410,7 @@ class Request:
             token_ids=self.tokens[begin : begin + count],
             text=self._text_so_far(),
             finish_reason=reason,
-            stop_reason=self.stop_reason,
+            stop_reason=self.stop_reason if reason == "stop" else None,
             logprobs=self.logprobs[:count] if wanted >= 0 else None,
             processed_logprobs=self.processed_logprobs[:count] if wanted >= 0 else None,
             top_logprobs=self.top_logprobs[:count] if wanted > 0 else None,
@@ -417,7 +424,7 @@ class Request:
             drafted=self.drafted,
             accepted=self.accepted,
             preemptions=self.preemptions,
-            num_cached_tokens=self.num_cached or 0,
+            num_cached_tokens=self.num_cached,
             request_id=self.request_id,
             prompt=self.text_prompt,
             num_answers=params.n,

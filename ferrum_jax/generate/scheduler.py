@@ -44,8 +44,9 @@ class Scheduler:
     """Runs requests on any `DecoderOnlyLLM`; `step` advances all of them.
 
     When slots or blocks run short, the scheduler preempts a request: of those with the highest number as priority, the
-    one that joined last. It loses its slot and blocks, waits until a request ends, and is then recomputed from its
-    tokens; its answer stays the same, except for rounding.
+    one that joined last. It loses its slot and blocks, waits, and is later recomputed from its tokens; its answer stays
+    the same, except for rounding. A refused batch computes nothing, so requests that hold no positions yet give way by
+    halves, and once there is room again, more are admitted in growing numbers.
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
@@ -59,8 +60,8 @@ class Scheduler:
         self.speculator = None if drafts is None else Speculator(model, self.backend, drafts)
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self.max_rows = max_rows
-        self._room = max_rows  # rows admitted; fewer after the KV ran short
-        self._growth = 0  # how many more are tried once all of these have had a step
+        self._most_admitted = max_rows  # requests that run at a time; fewer after the KV ran short
+        self._admitted_next = 0  # how many more may run once so many have had a step
         self._shortage = Shortage(model)
         self._chunk_tokens = chunk_tokens
         self._waiting = WaitingLine()
@@ -114,7 +115,7 @@ class Scheduler:
         self.backend.reset()
         for request in self._running:
             request.restart()
-        self._room, self._growth = self.max_rows, 0
+        self._most_admitted, self._admitted_next = self.max_rows, 0
         self._shortage.clear()
         if self.speculator is not None:
             self.speculator.source.reset()
@@ -155,8 +156,9 @@ class Scheduler:
             if rows:
                 try:
                     self._in_flight = self._count(requests, rows, self.backend.execute(rows))
-                    if self._room < self.max_rows and len(self._running) >= self._room:
-                        self._room, self._growth = min(self.max_rows, self._room + self._growth), 2 * self._growth
+                    if self._most_admitted <= len(self._running) < self.max_rows:
+                        self._most_admitted = min(self.max_rows, self._most_admitted + self._admitted_next)
+                        self._admitted_next *= 2
                 except ResourceExhaustedError as problem:
                     if before is None:  # else the step in flight may end requests: preempt only after that
                         self._make_room(problem)
@@ -203,11 +205,10 @@ class Scheduler:
 
     def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
         """Counts the positions that a begun batch fills and the tokens that it chooses."""
-        reused: Sequence[int] = getattr(pending, "reused", None) or [0] * len(rows)  # of a model that tells
-        for request, row, known in zip(requests, rows, reused, strict=True):
+        for request, row, known in zip(requests, rows, pending.reused or [0] * len(rows), strict=True):
+            request.count_cached(row.start, known)
             if row.start == 0:
                 request.kv_version = self.backend.params_version
-                request.num_cached = known if request.num_cached is None else request.num_cached
             if isinstance(row.output, SampledToken):
                 request.num_in_flight += 1
             if isinstance(row.output, TargetScores):  # `take_scores` counts its positions
@@ -397,7 +398,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         self._shortage.reopen(self._running)
-        while self._waiting and len(self._running) < self._room:
+        while self._waiting and len(self._running) < self._most_admitted:
             request = next((one for one in self._waiting if not self._is_held(one)), None)
             if request is None or not self._shortage.leaves_room(request, self._running):
                 return
@@ -425,7 +426,7 @@ class Scheduler:
             del self._running[one]
         self._waiting.put_first(*leaving)
         if problem.replica is None:
-            self._room, self._growth = len(self._running), len(leaving) // 2
+            self._most_admitted, self._admitted_next = len(self._running), len(leaving) // 2
         else:
             self._shortage.add(problem.replica)
         if last.num_read:
@@ -464,8 +465,9 @@ class Scheduler:
         self._shortage.ends(request)
         self._release(request.cache_id)
         del self._running[request]
-        # One more than the room it left, and if all of them have a step, then twice as many each time.
-        self._room, self._growth = min(self.max_rows, max(self._room, len(self._running) + 2)), 2
+        # Its place may be taken, and one more request is tried; if all have a step, two more, then four, and so on.
+        self._most_admitted = min(self.max_rows, max(self._most_admitted, len(self._running) + 2))
+        self._admitted_next = 2
 
     def _release(self, cache_id: str) -> None:
         try:

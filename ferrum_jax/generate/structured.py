@@ -28,7 +28,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
-KEPT_FORMS = 64  # that are compiled, of one vocabulary
+MAX_CACHED_FORMS = 64  # of one model
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -206,7 +206,7 @@ class FormCompiler:
         form = AnswerForm(matcher, self._size)
         with self._lock:
             self._forms[definition] = form.copy()
-            if len(self._forms) > KEPT_FORMS:
+            if len(self._forms) > MAX_CACHED_FORMS:
                 self._forms.popitem(last=False)
         return form
 

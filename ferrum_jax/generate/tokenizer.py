@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from ferrum_jax.contract.decoding import Sampling
+from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import (
     ConfigError,
     InvalidFormatError,
@@ -27,11 +28,12 @@ from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token
 from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
+_log = logging.getLogger(__name__)
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
 GENERATION = "generation_config.json"
-SETTINGS = tuple(one.name for one in dataclasses.fields(Sampling))  # that it may recommend
+_HF_SETTINGS = {one.name: one.name for one in dataclasses.fields(Sampling)}  # names there, by our own
 _GGUF_SETTINGS = {name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")}
 _GGUF_SETTINGS |= {"temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat"}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -91,9 +93,7 @@ class Tokenizer:
             backend=backend,
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
             chat_templates=_read_templates(folder, config),
-            recommended=_recommended(
-                _read_json(folder / GENERATION), {name: name for name in SETTINGS}, folder / GENERATION
-            ),
+            recommended=_recommended(_read_json(folder / GENERATION), _HF_SETTINGS, folder / GENERATION),
             prefixes_runs=config.get("prefixes_runs") is True,  # which `save` writes
             **texts,
         )
@@ -143,7 +143,8 @@ class Tokenizer:
         named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
         self.backend.save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
-        _write_json(folder / GENERATION, {"eos_token_id": list(self.eos_token_ids), **self.recommended})
+        draws = {"do_sample": self.recommended.get("temperature", 1) > 0} if self.recommended else {}
+        _write_json(folder / GENERATION, {"eos_token_id": list(self.eos_token_ids)} | draws | dict(self.recommended))
 
     @property
     def vocab_size(self) -> int:
@@ -352,14 +353,18 @@ def _model_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _recommended(found: Mapping[str, Any], names: Mapping[str, str], where: Path) -> dict[str, float]:
-    """Picks the settings of `Sampling` from a file's values, given their names there; null is none."""
-    settings = {name: value for name, own in names.items() if (value := found.get(own)) is not None}
-    if settings.get("top_k") == -1:
-        del settings["top_k"]
-    try:
-        Sampling(**settings)
-    except InvalidParameterError as problem:
-        raise InvalidFormatError(f"{where}: {problem}") from problem
+    """Picks the settings of `Sampling` from a file's values, given their names there; warns of invalid ones."""
+    settings: dict[str, float] = {}
+    for name, own in names.items():
+        value = found.get(own)
+        if name == "top_k" and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if name == "top_k" and is_integer(value):
+            value = max(0, value)  # other programs write 20.0, or -1 for all tokens
+        try:
+            settings |= {} if value is None else {name: getattr(Sampling(**{name: value}), name)}
+        except InvalidParameterError as problem:
+            _log.warning("%s recommends no sampling by %s: %s", where, own, problem)
     return settings
 
 

@@ -74,12 +74,13 @@ Captured = dict[Point, Any]  # arrays; for `attn_scores` and `pattern` tuples of
 
 def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
     """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the point's array."""
-    mask, value = jnp.asarray(where), _numbers("value", value)
-    if not isinstance(value, jax.Array):
-        numbers = np.asarray(value)  # of which `jnp.asarray` would drop the upper bits
-        if numbers.dtype.kind in "iuO" and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
+    if isinstance(value, (int, np.ndarray, np.generic)):  # `jnp.asarray` would drop the upper bits of integers
+        numbers = np.asarray(value)
+        is_long = isinstance(value, int) or (numbers.dtype.kind in "iu" and numbers.dtype.itemsize > 4)
+        if is_long and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
             raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
-        value = jnp.asarray(value)
+    mask = jnp.asarray(where)
+    value = jnp.asarray(value)
     return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
 
 

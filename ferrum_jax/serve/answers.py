@@ -207,7 +207,7 @@ class Answers:
         """Counts the tokens so far as OpenAI does: a prompt counts once for all of its answers."""
         prompts = sum(len(group[0].prompt) for group in self.groups)
         generated = sum(choice.num_taken for choice in self.choices)
-        cached = sum(group[0].num_cached or 0 for group in self.groups)
+        cached = sum(group[0].num_cached for group in self.groups)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": generated,

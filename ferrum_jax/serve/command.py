@@ -40,7 +40,7 @@ def serve(
         list[str] | None, typer.Option(help="Origin of browser pages that may call; may be given several times")
     ] = None,
     generation_config: Annotated[
-        str, typer.Option(help="auto: sample as the model's files recommend where a request does not say; none: do not")
+        str, typer.Option(help="auto: defaults of sampling are what the model's files recommend; none: they are not")
     ] = "auto",
     tool_parser: Annotated[
         str, typer.Option(help="How the model writes calls: hermes, llama3, mistral, gpt_oss, none, or auto")

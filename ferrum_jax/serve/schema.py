@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ferrum_jax.compile.sampler import MAX_BIAS
+from ferrum_jax.contract.decoding import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.structured import Structured
-from ferrum_jax.generate.tokenizer import SETTINGS
 from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.serve.errors import ApiError, bad_request
 
@@ -155,7 +155,7 @@ class SamplingBody(Ignored):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """Returns the engine's parameters of one answer; `defaults` are the settings of a request that gives none."""
+        """Returns the engine's parameters of one answer; `defaults` are the fields of `Sampling` that it may omit."""
         try:
             bias = None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
         except ValueError:
@@ -164,7 +164,8 @@ class SamplingBody(Ignored):
         fields = SamplingBody.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
         asked = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        given: dict[str, Any] = {name: fields[name].default for name in shared if name not in SETTINGS}
+        of_model = {one.name for one in dataclasses.fields(Sampling)}
+        given: dict[str, Any] = {name: fields[name].default for name in shared if name not in of_model}
         given |= dict(defaults) | asked
         given |= {"logit_bias": bias, "seed": None if self.seed is None else self.seed % 2**32}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavaila
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.tools.choice import choose_format
+from ferrum_jax.sharding.devices import find_device
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -216,10 +217,17 @@ class Service:
             source,
             served["dtype"],
             layout=served["layout"],
-            device="cpu" if served["mesh"] else self.runner.device,  # which may not hold an undivided model
+            device=self._place_to_read(served["mesh"]),
             quantize=quantize,
         )
         return params
+
+    def _place_to_read(self, mesh: Mapping[str, int]) -> Any:
+        """Returns the device for whole weights: the host's where the served ones are divided, if JAX has it."""
+        if any(size > 1 for axis, size in mesh.items() if axis != "data"):
+            with contextlib.suppress(FerrumError):
+                return find_device("cpu")
+        return self.runner.device
 
 
 def _are_like(a: Any, b: Any) -> bool:

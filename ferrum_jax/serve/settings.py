@@ -28,7 +28,7 @@ class ServerSettings:
     max_seconds: float = MAX_SECONDS  # longest time of a request; its own `max_time` can only shorten it
     drain_seconds: float = DRAIN_SECONDS  # time for requests to end after the server is told to stop
     allow_origins: tuple[str, ...] = ()  # of browser pages that may call the server
-    generation_config: str = "auto"  # what a request does not say is as the model's files recommend; `none`: it is not
+    generation_config: str = "auto"  # `auto`: the model's files give the defaults of sampling; `none`: they do not
     tool_parser: str = "auto"  # a parser's name, `none`, or `auto`: by the chat template
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name, loaded when the server starts
     adapter_root: str = ""  # folder under which `/v1/load_lora_adapter` may read; empty: the endpoint refuses

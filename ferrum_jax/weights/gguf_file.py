@@ -23,25 +23,35 @@ class GgufFile:
         """Opens a file; of a split one, the first, which has the metadata, and the others beside it.
 
         Raises:
-            NotFoundError: there is no such file, or a part is missing.
+            NotFoundError: there is no such file.
             UnsupportedError: the gguf package is not installed.
-            InvalidFormatError: it is not a whole GGUF file, or its parts do not belong together.
+            InvalidFormatError: it is not a whole GGUF file, or not the first part of one.
         """
         self.path = path
         self._reader = _read(path)
-        #: All tensors, with their GGUF names.
-        self.tensors: list[ReaderTensor] = [*self._reader.tensors]
-        for number, part in enumerate(self._other_parts(), start=1):
+        self._others = self._other_parts()
+
+    @functools.cached_property
+    def tensors(self) -> "list[ReaderTensor]":
+        """All tensors, with their GGUF names.
+
+        Raises:
+            NotFoundError: a part is missing.
+            InvalidFormatError: a part is not whole, or parts do not belong together.
+        """
+        found = [*self._reader.tensors]
+        for number, part in enumerate(self._others, start=1):
             reader = _read(part)
             own = [_number(reader, f"split.{name}", -1) for name in ("no", "count")]
             if own != [number, self._count]:
                 raise InvalidFormatError(
                     f"{part} is part {own[0] + 1} of {own[1]}, expected {number + 1} of {self._count}"
                 )
-            self.tensors += reader.tensors
-        named = {tensor.name for tensor in self.tensors}
-        if (stated := _number(self._reader, "split.tensors.count", len(named))) != len(named):
-            raise InvalidFormatError(f"{path} and its other parts have {len(named)} tensors, expected {stated}")
+            found += reader.tensors
+        count = len({tensor.name for tensor in found})
+        if (stated := _number(self._reader, "split.tensors.count", count)) != count:
+            raise InvalidFormatError(f"{self.path} and its other parts have {count} tensors, expected {stated}")
+        return found
 
     @property
     def _count(self) -> int:
@@ -52,7 +62,7 @@ class GgufFile:
         if self._count <= 1:
             return []
         name = re.fullmatch(r"(.*)-00001-of-(\d{5})(\.gguf)", self.path.name, re.IGNORECASE)
-        if name is None or int(name[2]) != self._count:
+        if name is None or int(name[2]) != self._count or _number(self._reader, "split.no", 0) != 0:
             raise InvalidFormatError(
                 f"{self.path} is one of {self._count} parts: give the first, whose name ends in "
                 f"-00001-of-{self._count:05}.gguf, with the others beside it"
@@ -73,7 +83,10 @@ class GgufFile:
 def _number(reader: "GGUFReader", key: str, default: int) -> int:
     """Returns an integer of the metadata, or the default where there is none."""
     field = reader.fields.get(key)
-    found = default if field is None else field.contents()
+    try:
+        found = default if field is None else field.contents()
+    except (RecursionError, ValueError, IndexError):
+        found = None
     if not isinstance(found, int):
         raise InvalidFormatError(f"{key} is {safe_repr(found)}, expected a number")
     return found

@@ -147,11 +147,9 @@ def test_a_short_kv_refuses_few_batches_however_many_rows_there_are():
                 refused.append(len(items))
                 raise
 
-    model, used = Refusing(200, max_seqs=200), []
+    model = Refusing(200, max_seqs=200)
     engine = Scheduler(model, max_rows=100, chunk_tokens=1000)
     requests = [request(engine, [at % 20] * 8, 6) for at in range(100)]  # of 13 positions each: 15 fit at a time
-    for one in requests:
-        one.notify = lambda _: used.append(engine.num_running)
     finish(engine, requests)
     assert len(refused) < 1.5 * len(requests)
     assert sum(len(one) for one in model.batches) > 10 * len(model.batches)

@@ -87,7 +87,7 @@ def test_a_form_is_compiled_once_and_each_answer_has_its_own_progress(
 ) -> None:
     compiled, make = [], llguidance.LLMatcher
     monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **kinds: compiled.append(args) or make(*args, **kinds))
-    monkeypatch.setattr(structured, "KEPT_FORMS", 2)
+    monkeypatch.setattr(structured, "MAX_CACHED_FORMS", 2)
     compiler = FormCompiler(tokenizer, CFG.vocab_size)
     a, b = SIGNS.index("a"), SIGNS.index("b")
     first, second = (compiler.compile(Structured(choice=["ab", "b"])) for _ in range(2))

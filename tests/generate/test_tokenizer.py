@@ -1,5 +1,6 @@
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -472,7 +473,9 @@ def test_eos_ids_come_from_generation_config_before_config(tmp_path: Path):
     assert load_tokenizer(tmp_path).eos_token_ids == (257,)
 
 
-def test_the_sampling_that_the_files_recommend_is_read_saved_and_checked(tmp_path: Path):
+def test_the_sampling_that_the_files_recommend_is_read_saved_and_checked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 1.05}
     write_folder(tmp_path, generation_config=stated | {"do_sample": True, "max_length": 9})
     recommended = {name: value for name, value in stated.items() if value is not None}
@@ -485,12 +488,16 @@ def test_the_sampling_that_the_files_recommend_is_read_saved_and_checked(tmp_pat
     found = write_gguf(tmp_path / "m.gguf", **{f"general.sampling.{name}": value for name, value in stated.items()})
     named = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
     assert load_tokenizer(found).recommended == named
-    write_folder(tmp_path, generation_config={"top_k": -1})
-    assert load_tokenizer(tmp_path).recommended == {}
-    for wrong in ({"temperature": "warm"}, {"top_p": 1.5}, {"top_k": 2.5}):
-        write_folder(tmp_path, generation_config=wrong)
-        with pytest.raises(InvalidFormatError, match=f"generation_config.json: {next(iter(wrong))}"):
-            load_tokenizer(tmp_path)
+    assert json.loads((saved / "generation_config.json").read_text())["do_sample"] is True
+    for top_k, taken in ((-1, 0), (0, 0), (20.0, 20)):
+        write_folder(tmp_path, generation_config={"top_k": top_k})
+        assert load_tokenizer(tmp_path).recommended == {"top_k": taken}
+    assert not caplog.messages
+    for wrong in ({"temperature": "warm"}, {"top_p": 1.5}, {"top_k": 2.5}, {"min_p": math.nan}, {"top_k": math.inf}):
+        write_folder(tmp_path, generation_config=wrong | {"repetition_penalty": 1.5})
+        caplog.clear()
+        assert load_tokenizer(tmp_path).recommended == {"repetition_penalty": 1.5}
+        assert f"generation_config.json recommends no sampling by {next(iter(wrong))}" in caplog.text
 
 
 def test_special_tokens_come_from_either_file(tmp_path: Path):

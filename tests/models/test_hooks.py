@@ -409,6 +409,11 @@ def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
         replace_with(value)
 
 
+def test_a_list_with_traced_numbers_replaces():
+    found = jax.jit(lambda x: replace_with([x * 2, 1.0], where=[True, False]).add)(3.0)
+    np.testing.assert_array_equal(found, [6, 0])
+
+
 def test_one_point_is_as_a_list_of_it_and_one_number_as_an_array_of_it():
     params, cfg = model("mistral")
     asked: Any = {"capture": ("z", 1), "interventions": {("z", 1): lambda z, _: 0.5}}

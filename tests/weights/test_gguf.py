@@ -263,6 +263,9 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path):
     assert told in refuse(parts[1])
     (tmp_path / "renamed.gguf").write_bytes(parts[0].read_bytes())
     assert told in refuse(tmp_path / "renamed.gguf")
+    (other := tmp_path / "second").mkdir()
+    (other / parts[0].name).write_bytes(parts[1].read_bytes())
+    assert told in refuse(other / parts[0].name)
     last = parts[-1].read_bytes()
     parts[-1].write_bytes(parts[1].read_bytes())
     with pytest.raises(InvalidFormatError, match=f"is part 2 of {len(parts)}, expected {len(parts)} of {len(parts)}"):
