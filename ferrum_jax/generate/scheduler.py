@@ -45,8 +45,7 @@ class Scheduler:
 
     When slots or blocks run short, the scheduler preempts a request: of those with the highest number as priority, the
     one that joined last. It loses its slot and blocks, waits, and is later recomputed from its tokens; its answer stays
-    the same, except for rounding. A refused batch computes nothing, so requests that hold no positions yet give way by
-    halves, and once there is room again, more are admitted in growing numbers.
+    the same, except for rounding.
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
@@ -61,7 +60,7 @@ class Scheduler:
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self.max_rows = max_rows
         self._most_admitted = max_rows  # requests that run at a time; fewer after the KV ran short
-        self._admitted_next = 0  # how many more may run once so many have had a step
+        self._admitted_next = 0  # how many more may run once all of these get tokens
         self._shortage = Shortage(model)
         self._chunk_tokens = chunk_tokens
         self._waiting = WaitingLine()
@@ -156,9 +155,7 @@ class Scheduler:
             if rows:
                 try:
                     self._in_flight = self._count(requests, rows, self.backend.execute(rows))
-                    if self._most_admitted <= len(self._running) < self.max_rows:
-                        self._most_admitted = min(self.max_rows, self._most_admitted + self._admitted_next)
-                        self._admitted_next *= 2
+                    self._admit_more()
                 except ResourceExhaustedError as problem:
                     if before is None:  # else the step in flight may end requests: preempt only after that
                         self._make_room(problem)
@@ -406,6 +403,14 @@ class Scheduler:
             self._running[request] = None
             fork_from_group(request, (one for one in self._running if not self._shortage.is_at(one)), self.backend)
 
+    def _admit_more(self) -> None:
+        """Lets more requests run once all that may do, and get tokens: a refused batch may cost them their KV."""
+        if not self._most_admitted <= len(self._running) < self.max_rows:
+            return
+        if not any(one.unread or one.num_unscored for one in self._running):
+            self._most_admitted = min(self.max_rows, self._most_admitted + self._admitted_next)
+            self._admitted_next *= 2
+
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Preempts the request that joined last among the least urgent ones; fails it if it is the only one.
 
@@ -465,7 +470,7 @@ class Scheduler:
         self._shortage.ends(request)
         self._release(request.cache_id)
         del self._running[request]
-        # Its place may be taken, and one more request is tried; if all have a step, two more, then four, and so on.
+        # Its place may be taken, and one more request is tried; if that goes well, two more, then four, and so on.
         self._most_admitted = min(self.max_rows, max(self._most_admitted, len(self._running) + 2))
         self._admitted_next = 2
 

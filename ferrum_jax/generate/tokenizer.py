@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from ferrum_jax.contract.decoding import Sampling, is_integer
+from ferrum_jax.contract.decoding import Sampling
 from ferrum_jax.contract.errors import (
     ConfigError,
     InvalidFormatError,
@@ -356,11 +356,9 @@ def _recommended(found: Mapping[str, Any], names: Mapping[str, str], where: Path
     """Picks the settings of `Sampling` from a file's values, given their names there; warns of invalid ones."""
     settings: dict[str, float] = {}
     for name, own in names.items():
-        value = found.get(own)
-        if name == "top_k" and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if name == "top_k" and is_integer(value):
-            value = max(0, value)  # other programs write 20.0, or -1 for all tokens
+        value: Any = found.get(own)
+        if name == "top_k" and isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
+            value = max(0, int(value))  # other programs write 20.0, or -1 for all tokens
         try:
             settings |= {} if value is None else {name: getattr(Sampling(**{name: value}), name)}
         except InvalidParameterError as problem:
