@@ -427,8 +427,7 @@ class Scheduler:
         if not last.num_read:
             fresh = [one for one in rivals if not one.num_read and one.priority == last.priority]
             leaving = fresh[len(fresh) // 2 :]
-        for one in leaving:
-            del self._running[one]
+        self._running = {one: None for one in self._running if one not in leaving}
         self._waiting.put_first(*leaving)
         if problem.replica is None:
             self._most_admitted, self._admitted_next = len(self._running), len(leaving) // 2

@@ -359,8 +359,10 @@ def _recommended(found: Mapping[str, Any], names: Mapping[str, str], where: Path
         value: Any = found.get(own)
         if name == "top_k" and isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
             value = max(0, int(value))  # other programs write 20.0, or -1 for all tokens
+        given: dict[str, Any] = {} if value is None else {name: value}
         try:
-            settings |= {} if value is None else {name: getattr(Sampling(**{name: value}), name)}
+            Sampling(**given)
+            settings |= given
         except InvalidParameterError as problem:
             _log.warning("%s recommends no sampling by %s: %s", where, own, problem)
     return settings
