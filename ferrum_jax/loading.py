@@ -1,5 +1,6 @@
 """Loading: from the path of a checkpoint to a model that is ready to serve."""
 
+import contextlib
 import inspect
 import logging
 import os
@@ -247,7 +248,10 @@ def _load(
 
 def _tell_dequantised(source: Checkpoint, settings: EngineConfig, placed: ModelPlacement) -> None:
     """Warns if weights are served in more bits than the checkpoint has, as `quantize` is not given."""
-    kept = {} if isinstance(source, orbax.OrbaxSource) else source.native_formats(skip=True)
+    kept: Formats = {}
+    if not isinstance(source, orbax.OrbaxSource):
+        with contextlib.suppress(FerrumError):  # not all of them can be kept
+            kept = source.native_formats()
     if kept:
         dtype, plain = settings.dtype or "float32", family(source.config).param_specs(source.config)
         sizes = (placed.num_bytes(own, dtype) / 1e6 for own in (plain, quantised_specs(plain, kept)))

@@ -63,7 +63,7 @@ def test_a_native_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
     assert cfg == tiny.model_config(NAME)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "gptq_ordered", "fp8_blocks"])  # the others have no native format
+@pytest.mark.parametrize("kind", ["gptq", "gptq_ordered", "fp8_blocks"])  # the last two cannot be kept
 def test_weights_that_are_served_in_more_bits_than_they_are_stored_are_told(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -347,13 +347,13 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
 
 def _numbers(what: str, given: Any) -> Any:
     """Returns numbers of an edit: arrays and numbers as they are, lists as an array."""
-    if isinstance(given, (jax.Array, int, float)):
+    if isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
         return given
     try:
-        array = given if isinstance(given, np.ndarray | np.generic) else np.asarray(given)
+        array = np.asarray(given)
     except (TypeError, ValueError):  # lists of different lengths
         array = np.asarray(None)
-    if array.dtype.kind not in "biu" and not jnp.issubdtype(array.dtype, jnp.floating):
+    if array.dtype.kind not in "biuf":
         raise InvalidParameterError(f"{what} is {safe_repr(given)}, expected an array of numbers")
     return array
 

@@ -372,12 +372,6 @@ def test_generation_follows_the_interventions_of_each_row():
             "scale at 'z' is complex64, expected real numbers",
         ),
         (
-            "mistral",
-            {"interventions": {("z", 0): Edit(add=np.array(["a"]))}},
-            InvalidParameterError,
-            r"add at 'z' is array\(\['a'\].*expected an array of numbers",
-        ),
-        (
             "qwen3_moe",
             {"interventions": {("expert_indices", 0): replace_with(np.array([0, 99, 1], np.int32))}},
             InvalidParameterError,
