@@ -223,7 +223,7 @@ class RequestOutput:
     model's own distribution, `processed_logprobs` one under the distribution it was sampled from, `top_logprobs` the
     likeliest ids at its position; they are None if not asked for. Log-probabilities of the prompt have None for the
     first id, which nothing predicts. `stop_reason` is the stop text, or the one of `stop_token_ids`, that ended the
-    answer; None where the model's own end or something else did. `error` ended an answer whose `finish_reason` is
+    answer; None where neither did. `error` ended an answer whose `finish_reason` is
     `error`; the other fields then hold what was generated before. With speculation, `drafted` counts the tokens that
     were drafted and verified, and `accepted` those of them in the answer. `preemptions` counts how often the request
     lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` has for each generated

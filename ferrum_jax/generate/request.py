@@ -52,7 +52,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # prompt, and the answer as far as the host knows it
     num_read: int = 0  # positions of the KV that are filled once all steps begun so far are done
     num_cached: int = 0  # tokens of the prompt that were in the KV already and were not computed
-    num_begun: int = 0  # tokens of the prompt for which this is known
+    num_begun: int = 0  # tokens of the prompt for which this was counted
     num_in_flight: int = 0  # tokens that the device has chosen and the host has not read yet
     has_scores_in_flight: bool = False
     score_from: int | None = None  # index of the first prompt token to score; None: no scores
@@ -109,11 +109,10 @@ class Request:
         is_own = self.tokens[-1] in (self.params.stop_token_ids or ())
         return self.tokens[-1] if is_own else self.watcher.found or None
 
-    def count_cached(self, start: int, known: int) -> None:
-        """Counts the known positions from `start` on that are of the prompt, unless they were counted before."""
-        end = min(start + known, len(self.prompt))
-        self.num_cached += max(0, end - max(start, self.num_begun))
-        self.num_begun = max(self.num_begun, start, end)
+    def count_cached(self, start: int, count: int, known: int) -> None:
+        """Counts the prompt's tokens among the `known` first of `count` positions, unless they were begun before."""
+        self.num_cached += max(0, min(start + known, len(self.prompt)) - max(start, self.num_begun))
+        self.num_begun = max(self.num_begun, start + count)
 
     @property
     def is_begun(self) -> bool:
@@ -309,7 +308,7 @@ class Request:
     def share(self, other: "Request") -> None:
         """Takes positions, captures and scores before `fork_position` from a request whose KV it now has, too."""
         self.num_read, self.kv_version = self.fork_position, other.kv_version
-        self.count_cached(0, self.fork_position)
+        self.count_cached(0, self.fork_position, self.fork_position)
         if self.capture:
             joined = other.captured_points(self.num_read)
             self.captured = [joined] if self.num_read else []

@@ -203,7 +203,8 @@ class Scheduler:
     def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
         """Counts the positions that a begun batch fills and the tokens that it chooses."""
         for request, row, known in zip(requests, rows, pending.reused or [0] * len(rows), strict=True):
-            request.count_cached(row.start, known)
+            if row.start < len(request.prompt):
+                request.count_cached(row.start, row.num_tokens, known)
             if row.start == 0:
                 request.kv_version = self.backend.params_version
             if isinstance(row.output, SampledToken):
@@ -434,9 +435,8 @@ class Scheduler:
         else:
             self._shortage.add(problem.replica)
         if last.num_read:
-            level = logging.DEBUG if last.preemptions else logging.INFO
             _log.log(
-                level,
+                logging.DEBUG if last.preemptions else logging.INFO,
                 "preempted %s, whose %d positions are recomputed once one of %d other requests ends: %s; "
                 "more kv_blocks or fewer max_seqs avoid it",
                 last.cache_id,
@@ -469,7 +469,7 @@ class Scheduler:
         self._shortage.ends(request)
         self._release(request.cache_id)
         del self._running[request]
-        # Its place may be taken, and one more request is tried; if that goes well, two more, then four, and so on.
+        # Its place may be taken, and one more is tried; if that goes well, two more, then four, and so on.
         self._most_admitted = min(self.max_rows, max(self._most_admitted, len(self._running) + 2))
         self._admitted_next = 2
 

@@ -302,8 +302,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
     for at, intervention in given.items():
         point = check_point(at, cfg)
         if isinstance(intervention, Edit):
-            given = ((f"{name} at {point.name!r}", getattr(intervention, name)) for name in ("scale", "add"))
-            intervention = Edit(*(leaf if leaf is None else _numbers(what, leaf) for what, leaf in given))
+            intervention = Edit(*(_numbers(point, name, getattr(intervention, name)) for name in ("scale", "add")))
             points = [point]
             for leaf in jax.tree.leaves(intervention) if point.layer is None else ():
                 if jnp.ndim(leaf) == 0 or len(leaf) != cfg.num_hidden_layers:
@@ -345,16 +344,16 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
         )
 
 
-def _numbers(what: str, given: Any) -> Any:
-    """Returns numbers of an edit: arrays and numbers as they are, lists as an array."""
-    if isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
+def _numbers(point: Point, name: str, given: Any) -> Any:
+    """Returns an edit's scale or add: arrays and numbers as they are, lists as an array."""
+    if given is None or isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
         return given
     try:
         array = np.asarray(given)
     except (TypeError, ValueError):  # lists of different lengths
         array = np.asarray(None)
     if array.dtype.kind not in "biuf":
-        raise InvalidParameterError(f"{what} is {safe_repr(given)}, expected an array of numbers")
+        raise InvalidParameterError(f"{name} at {point.name!r} is {safe_repr(given)}, expected an array of numbers")
     return array
 
 

@@ -110,6 +110,12 @@ def test_usage_tells_how_much_of_a_prompt_was_known(http: httpx.Client, llm: LLM
         assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": known}
     outs = llm.generate([prompt], SamplingParams(n=2, temperature=1.0, max_tokens=2))
     assert [out.num_cached_tokens for out in outs] == [16, 19]  # a copy computes the last token alone
+    longer = [(5 * at) % 29 for at in range(50)]  # read in two steps
+    few = SamplingParams(max_tokens=2)
+    assert [llm.generate([longer], few)[0].num_cached_tokens for _ in range(2)] == [0, 48]
+    (begun,) = llm.generate([[9, 4, 9]], SamplingParams(max_tokens=30, ignore_eos=True))
+    (more,) = llm.generate([begun], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert more.num_cached_tokens == 3  # of the prompt, though more is known
 
 
 def test_continuous_usage_is_in_every_chunk(client: Any):
