@@ -39,7 +39,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 2)
     found = card.options(__doc__, timed=False)
     subject = models.random("tiny random", models.TINY, default_dtype(find_device(None)))
-    prompts = _prompts(2, 4) if found.smoke else _prompts(GROUPS, ALONE)
+    prompts = _prompts(4, 16) if found.smoke else _prompts(GROUPS, ALONE)
     rows = []
     conditions: dict[str, Any] = {}
     for count in (1, 2):
