@@ -43,7 +43,8 @@ constexpr auto kNothing = [](int64_t, auto) {};  // fetches nothing
 template <class W> struct Strip {
   const W* numbers;
   int64_t stride, count;
-  bool is_first;  // no inputs come before these
+  bool is_first;      // no inputs come before these
+  int64_t apart = 1;  // outputs from one of the rows to the next
 };
 
 // Adds the products of R rows of the weight with B rows of x, from input `at` on. At each line of the rows, `later(k, R)`
@@ -75,9 +76,12 @@ inline void add_products(const float* const* x, int64_t at, const Strip<W>& stri
 }
 
 // Writes the sums of R by B vectors' lanes, or adds them to what is there.
-template <int R, int B> inline void put_totals(const Vector (*sums)[B], int64_t n, float* const* y, bool adds) {
+template <int R, int B> inline void put_totals(const Vector (*sums)[B], int64_t n, int64_t apart, float* const* y, bool adds) {
   for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) y[b][n + r] = adds ? y[b][n + r] + total(sums[r][b]) : total(sums[r][b]);
+    for (int b = 0; b < B; b++) {
+      float* to = y[b] + n + r * apart;
+      *to = adds ? *to + total(sums[r][b]) : total(sums[r][b]);
+    }
 }
 #if defined(__AVX512F__)
 inline __m512 halves_added(Vector a, Vector b) {
@@ -93,8 +97,8 @@ inline __m512 eighths_added(__m512 a, __m512 b) {
 inline __m512 neighbours_added(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
-// The same in the same order, many at a time.
-template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, float* const* y, bool adds) {
+// The same in the same order, many at a time, of outputs side by side.
+template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, int64_t, float* const* y, bool adds) {
   __m512 rows[6];
 #pragma GCC unroll 6
   for (int r = 0; r < 6; r++)
@@ -122,7 +126,7 @@ inline void multiply(const float* const* x, int64_t at, const Strip<W>& strip, i
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) sums[r][b] = Vector{};
   add_products<R, B>(x, at, strip, sums, later);
-  put_totals<R, B>(sums, n, y, !strip.is_first);
+  put_totals<R, B>(sums, n, strip.apart, y, !strip.is_first);
 }
 
 // Inputs whose products are summed in one vector's lanes before the lanes are added up: about as many in each part, a
@@ -132,16 +136,32 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
   return least((inputs + parts * step - 1) / (parts * step) * step, kMostPart / step * step);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define FERRUM_APART [[gnu::noinline]]  // with sixteen registers the compiler keeps the sums in memory within the caller
-#else
-#define FERRUM_APART inline
-#endif
+// Outputs first to last of a few rows of x, of a weight that comes from memory: R rows of it at once, so far apart that each
+// is the beginning of as many that follow it in memory, and P rows of x. The processor fetches R such sequences ahead by
+// itself, faster than one, and than it can be told to. Within the caller the compiler would keep the sums in memory.
+template <int R, int P, class W>
+[[gnu::noinline]] void stream_apart(const Linear& a, const W* weight, int64_t first, int64_t last) {
+  const int64_t part = part_of(a.inputs, kLanes), apart = (last - first) / R;
+  for (int64_t n = first; n < first + apart; n++)
+    for (int64_t at = 0; at < a.inputs; at += part) {
+      const int64_t count = least(part, a.inputs - at);
+      const Strip<W> strip{weight + n * a.inputs + at, apart * a.inputs, count, at == 0, apart};
+      int64_t row = 0;
+      for (; row + P <= a.rows; row += P) multiply<R, P>(a.x + row, at, strip, n, a.y + row, kNothing);
+      if constexpr (P > 1)
+        if (row < a.rows)
+          by_size<P - 1>(a.rows - row, [&](auto rest) {
+            multiply<R, rest.value>(a.x + row, at, strip, n, a.y + row, kNothing);
+          });
+    }
+  if constexpr (R > 1)
+    if (first + R * apart < last) stream_apart<1, P>(a, weight, first + R * apart, last);
+}
 
 // Outputs first to last of the first B rows of x, R at a time, of a weight that comes from memory: what lies `ahead` numbers
 // further is fetched. `together` rows of the weight meet one part of x before the next part.
 template <int R, int B, class W>
-FERRUM_APART void stream(const Linear& a, const W* weight, int64_t first, int64_t last, int64_t together, int64_t ahead) {
+inline void stream(const Linear& a, const W* weight, int64_t first, int64_t last, int64_t together, int64_t ahead) {
   const int64_t part = part_of(a.inputs, kLanes);
   for (int64_t begin = first; begin < last; begin += together) {
     const int64_t end = least(begin + together, last);
@@ -163,8 +183,8 @@ FERRUM_APART void stream(const Linear& a, const W* weight, int64_t first, int64_
 // Outputs first to last of B rows of x, R at a time. Of the rows `ahead` numbers later every step-th from `share` on is
 // fetched, if anything is.
 template <int R, int B, bool kFetches, class W>
-FERRUM_APART void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last,
-                                int64_t ahead = 0, int share = 0, int step = 1) {
+inline void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last, int64_t ahead = 0,
+                          int share = 0, int step = 1) {
   const int64_t part = part_of(a.inputs, kLanes);
   for (int64_t n = first, made; n < last; n += made) {
     made = n + R <= last ? R : 1;
@@ -323,6 +343,38 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
   }
 }
 
+// A few rows of x, as the instruction set has registers.
+template <class W> void dense_few(const Linear& a, const W* weight, int64_t first, int64_t last) {
+  if constexpr (!kManyRegisters) {
+    if constexpr (sizeof(W) == 4) return stream_apart<4, 2>(a, weight, first, last);
+    else return stream_apart<3, 4>(a, weight, first, last);  // what widens a number is done once for four rows of x
+  } else {
+    constexpr int R = 6;
+    const int64_t next = kNext / int64_t(sizeof(W));
+    if (a.rows == 1 || (a.rows <= kStreamed && a.rows * a.inputs <= kNear))
+      return by_size<kStreamed>(a.rows, [&](auto size) { stream<1, size.value>(a, weight, first, last, 1, next); });
+    if (a.rows <= 4)
+      return by_size<4>(a.rows, [&](auto size) {
+        stream<2, size.value>(a, weight, first, last, kTogether, kTogether * a.inputs);
+      });
+    // Strips of the weight meet one row of x as they come from memory, and then the others, four at a time. Passes of fours
+    // alone fetch the next strip together, each a share of it.
+    const int64_t strip = most(kStrip / a.inputs / R * R, R), ahead = most(strip, kAhead) * a.inputs;
+    const int passes = a.rows % 4 || a.rows <= kStreamed ? 0 : int(a.rows / 4);
+    for (int64_t n = first; n < last; n += strip) {
+      const int64_t end = least(n + strip, last);
+      for (int share = 0; share < passes; share++)
+        multiply_rows<R, 4, true>(a, weight, 4 * share, n, end, ahead, share, passes);
+      if (passes) continue;
+      stream<1, 1>(a, weight, n, end, 1, next);
+      int64_t row = 1;
+      for (; row + 4 <= a.rows; row += 4) multiply_rows<R, 4, false>(a, weight, row, n, end);
+      if (row < a.rows)
+        by_size<3>(a.rows - row, [&](auto rest) { multiply_rows<R, rest.value, false>(a, weight, row, n, end); });
+    }
+  }
+}
+
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
   if (a.rows > kFewRows) {
@@ -338,28 +390,7 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
       if (a.by_panels) return by_panels(a, part, near, first, last);
     return many_rows<R>(a, 8 * sizeof(W), part, near, first, last);
   }
-  const int64_t next = kNext / int64_t(sizeof(W));
-  if (a.rows == 1 || (a.rows <= kStreamed && a.rows * a.inputs <= kNear))
-    return by_size<kStreamed>(a.rows, [&](auto size) { stream<1, size.value>(a, weight, first, last, 1, next); });
-  if (a.rows <= 4)
-    return by_size<4>(a.rows, [&](auto size) {
-      stream<2, size.value>(a, weight, first, last, kTogether, kTogether * a.inputs);
-    });
-  // Strips of the weight meet one row of x as they come from memory, and then the others, four at a time. Passes of fours
-  // alone fetch the next strip together, each a share of it.
-  const int64_t strip = most(kStrip / a.inputs / R * R, R), ahead = most(strip, kAhead) * a.inputs;
-  const int passes = a.rows % 4 || a.rows <= kStreamed ? 0 : int(a.rows / 4);
-  for (int64_t n = first; n < last; n += strip) {
-    const int64_t end = least(n + strip, last);
-    for (int share = 0; share < passes; share++)
-      multiply_rows<R, 4, true>(a, weight, 4 * share, n, end, ahead, share, passes);
-    if (passes) continue;
-    stream<1, 1>(a, weight, n, end, 1, next);
-    int64_t row = 1;
-    for (; row + 4 <= a.rows; row += 4) multiply_rows<R, 4, false>(a, weight, row, n, end);
-    if (row < a.rows)
-      by_size<3>(a.rows - row, [&](auto rest) { multiply_rows<R, rest.value, false>(a, weight, row, n, end); });
-  }
+  dense_few(a, weight, first, last);
 }
 
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
