@@ -138,21 +138,25 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
 
 // Outputs first to last of a few rows of x, of a weight that comes from memory: R rows of it at once, so far apart that each
 // is the beginning of as many that follow it in memory, and P rows of x. The processor fetches R such sequences ahead by
-// itself, faster than one, and than it can be told to. Within the caller the compiler would keep the sums in memory.
+// itself, faster than one, and than it can be told to; only where rows of x that meet what is there take longer, each pass
+// of them fetches a share of what comes next. Within the caller the compiler would keep the sums in memory.
 template <int R, int P, class W>
 [[gnu::noinline]] void stream_apart(const Linear& a, const W* weight, int64_t first, int64_t last) {
   const int64_t part = part_of(a.inputs, kLanes), apart = (last - first) / R;
+  const int fetched = a.rows > int64_t(sizeof(W)) ? R : 0, step = int((a.rows + P - 1) / P);
   for (int64_t n = first; n < first + apart; n++)
     for (int64_t at = 0; at < a.inputs; at += part) {
       const int64_t count = least(part, a.inputs - at);
       const Strip<W> strip{weight + n * a.inputs + at, apart * a.inputs, count, at == 0, apart};
+      const auto meet = [&](auto some, int64_t row) {
+        const auto later = [next = strip.numbers + count, stride = strip.stride, share = int(row / P), fetched, step](
+                               int64_t k, auto) { for (int r = share; r < fetched; r += step) fetch(next + r * stride + k); };
+        multiply<R, some.value>(a.x + row, at, strip, n, a.y + row, later);
+      };
       int64_t row = 0;
-      for (; row + P <= a.rows; row += P) multiply<R, P>(a.x + row, at, strip, n, a.y + row, kNothing);
+      for (; row + P <= a.rows; row += P) meet(Size<P>(), row);
       if constexpr (P > 1)
-        if (row < a.rows)
-          by_size<P - 1>(a.rows - row, [&](auto rest) {
-            multiply<R, rest.value>(a.x + row, at, strip, n, a.y + row, kNothing);
-          });
+        if (row < a.rows) by_size<P - 1>(a.rows - row, [&](auto rest) { meet(rest, row); });
     }
   if constexpr (R > 1)
     if (first + R * apart < last) stream_apart<1, P>(a, weight, first + R * apart, last);
