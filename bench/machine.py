@@ -10,10 +10,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from bench.timing import Contestant, Timing, alternate
+from ferrum_jax.ops import native
+from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.weights.huge_pages import DevicePlacer
 
+WIDTH = 4096  # numbers of a row of the array, where a kernel reads it
 BURST = 4  # calls in a row: the first finds caches cold and threads asleep
 
 
@@ -22,7 +27,7 @@ class Machine:
     """Ceilings of a device."""
 
     product_rate: float  # operations per second of a large matrix product, a multiplication and an addition being two
-    read_rate: float  # bytes per second of summing a large array
+    read_rate: float  # bytes per second of summing a large array, or of a product of one row with it
 
 
 @dataclass(frozen=True)
@@ -35,25 +40,33 @@ class Probes:
 
 
 def make_probes(dtype: str, *, smoke: bool = False) -> Probes:
-    """Makes the probes for JAX's default device: square matrices of the fastest size, and an array past any cache."""
+    """Makes the probes for JAX's default device: square matrices of the fastest size, and an array past any cache.
+
+    On a CPU the array lies in huge pages, as weights do, and where there are kernels one of them reads it, too.
+    """
     on_cpu = jax.default_backend() == "cpu"
     size = 256 if smoke else 1024 if on_cpu else 8192
     elements = (1 << 20 if smoke else 1 << 27 if on_cpu else 1 << 30) * 4 // jnp.dtype(dtype).itemsize
     high = lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT
-    square, line = jnp.ones((size, size), dtype), jnp.ones(elements, dtype)
+    square, shape = jnp.ones((size, size), dtype), (elements // WIDTH, WIDTH)
+    line = DevicePlacer(find_device(None))(np.ones(shape, jnp.dtype(dtype))) if on_cpu else jnp.ones(shape, dtype)
     multiply, add = jax.jit(lax.dot, static_argnames="precision"), jax.jit(jnp.sum)
     contestants = {
         "products": Contestant(lambda: multiply(square, square, precision=high), burst=BURST),
         "reading": Contestant(lambda: add(line), burst=BURST),
     }
+    if on_cpu and native.instruction_set() and native.reads(dtype, WIDTH):
+        row, product = jnp.ones((1, WIDTH)), jax.jit(native.product)
+        contestants["reading by a kernel"] = Contestant(lambda: product(row, line), burst=BURST)
     return Probes(contestants, 2 * size**3, line.nbytes)
 
 
 def ceilings(probes: Probes, times: Mapping[str, Timing]) -> Machine:
-    """Returns the rates that the fastest tenth of the probes' calls reach."""
+    """Returns the rates that the fastest tenth of the probes' calls reach, of ways to read that of the faster one."""
+    read = min(timing.p10 for name, timing in times.items() if name.startswith("reading"))
     return Machine(
         product_rate=probes.operations / times["products"].p10 * 1e3,
-        read_rate=probes.num_bytes / times["reading"].p10 * 1e3,
+        read_rate=probes.num_bytes / read * 1e3,
     )
 
 

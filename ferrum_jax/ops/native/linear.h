@@ -21,7 +21,7 @@ constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where the we
 constexpr int kStreamed = 8;        // rows of x that a row of the weight meets at once, at most
 constexpr int64_t kNear = 5 << 10;  // numbers of x that the nearest cache holds beside what it fetches
 constexpr int64_t kTogether = 12;   // rows of the weight that meet a part of x before the next part, if they are long
-constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
+constexpr int64_t kFewRows = kManyRegisters ? 32 : 64;  // of x, which caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
@@ -350,8 +350,9 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
 // A few rows of x, as the instruction set has registers.
 template <class W> void dense_few(const Linear& a, const W* weight, int64_t first, int64_t last) {
   if constexpr (!kManyRegisters) {
-    if constexpr (sizeof(W) == 4) return stream_apart<4, 2>(a, weight, first, last);
-    else return stream_apart<3, 4>(a, weight, first, last);  // what widens a number is done once for four rows of x
+    if constexpr (sizeof(W) == 4)
+      if (a.rows <= kStreamed) return stream_apart<4, 2>(a, weight, first, last);
+    stream_apart<3, 4>(a, weight, first, last);  // fewer rows are loaded, and widened, for as many products
   } else {
     constexpr int R = 6;
     const int64_t next = kNext / int64_t(sizeof(W));
