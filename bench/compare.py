@@ -6,7 +6,7 @@ one step of rows that hold a given context and then rolls it back; prefill runs 
 for the last token's logits. Times are of the contract's calls, from Python lists to logits in NumPy. A peer runs in
 several settings, of which the fastest counts; ours has its parameters laid out for serving (`--layout`). The floor of a
 row is the larger of its operations over the rate of a large matrix product and its bytes over the rate of reading a
-large array, by probes that take turns with the rest.
+large array (bench/machine.py), by probes that take turns with the rest.
 
 transformers and torch come with the extra `bench`, llama-cpp-python is built by hand (docs/benchmarks.md); a peer that
 is not there has no columns.

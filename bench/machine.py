@@ -18,7 +18,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.sharding.devices import find_device
 from ferrum_jax.weights.huge_pages import DevicePlacer
 
-WIDTH = 4096  # numbers of a row of the array, where a kernel reads it
+WIDTH = 4096  # columns of the array that is read
 BURST = 4  # calls in a row: the first finds caches cold and threads asleep
 
 
@@ -27,7 +27,7 @@ class Machine:
     """Ceilings of a device."""
 
     product_rate: float  # operations per second of a large matrix product, a multiplication and an addition being two
-    read_rate: float  # bytes per second of summing a large array, or of a product of one row with it
+    read_rate: float  # bytes per second of reading a large array
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,30 @@ class Probes:
 def make_probes(dtype: str, *, smoke: bool = False) -> Probes:
     """Makes the probes for JAX's default device: square matrices of the fastest size, and an array past any cache.
 
-    On a CPU the array lies in huge pages, as weights do, and where there are kernels one of them reads it, too.
+    On a CPU the array lies in huge pages, as weights do. It is read by a sum, and where there are kernels also by a
+    product of one row.
     """
     on_cpu = jax.default_backend() == "cpu"
     size = 256 if smoke else 1024 if on_cpu else 8192
     elements = (1 << 20 if smoke else 1 << 27 if on_cpu else 1 << 30) * 4 // jnp.dtype(dtype).itemsize
     high = lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT
     square, shape = jnp.ones((size, size), dtype), (elements // WIDTH, WIDTH)
-    line = DevicePlacer(find_device(None))(np.ones(shape, jnp.dtype(dtype))) if on_cpu else jnp.ones(shape, dtype)
+    ones = np.broadcast_to(np.ones((), jnp.dtype(dtype)), shape)  # takes no memory before it is placed
+    array = DevicePlacer(find_device(None))(ones) if on_cpu else jnp.ones(shape, dtype)
     multiply, add = jax.jit(lax.dot, static_argnames="precision"), jax.jit(jnp.sum)
     contestants = {
         "products": Contestant(lambda: multiply(square, square, precision=high), burst=BURST),
-        "reading": Contestant(lambda: add(line), burst=BURST),
+        "reading": Contestant(lambda: add(array), burst=BURST),
     }
     if on_cpu and native.instruction_set() and native.reads(dtype, WIDTH):
         row, product = jnp.ones((1, WIDTH)), jax.jit(native.product)
-        contestants["reading by a kernel"] = Contestant(lambda: product(row, line), burst=BURST)
+        contestants["reading by a kernel"] = Contestant(lambda: product(row, array), burst=BURST)
     return Probes(contestants, 2 * size**3, line.nbytes)
 
 
 def ceilings(probes: Probes, times: Mapping[str, Timing]) -> Machine:
-    """Returns the rates that the fastest tenth of the probes' calls reach, of ways to read that of the faster one."""
-    read = min(timing.p10 for name, timing in times.items() if name.startswith("reading"))
+    """Returns the rates that the fastest tenth of the probes' calls reach; for reading, those of the faster probe."""
+    read = min(times[name].p10 for name in probes.contestants if name != "products")
     return Machine(
         product_rate=probes.operations / times["products"].p10 * 1e3,
         read_rate=probes.num_bytes / read * 1e3,

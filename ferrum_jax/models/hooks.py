@@ -346,7 +346,8 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
 
 def _numbers(point: Point, name: str, given: Any) -> Any:
     """Returns an edit's scale or add: arrays and numbers as they are, lists as an array."""
-    if given is None or isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
+    is_numpy = isinstance(given, (np.ndarray, np.generic)) and given.dtype.kind not in "SUOMm"
+    if given is None or is_numpy or isinstance(given, (jax.Array, int, float)):
         return given
     try:
         array = np.asarray(given)

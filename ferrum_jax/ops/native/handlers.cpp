@@ -22,7 +22,6 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewOfLong = 8;  // rows of a product that are few, and where the weight's rows are long
 constexpr int64_t kLong = 1024, kFewChoices = 256;  // inputs of a long row; rows of a product of experts that are few
-constexpr int64_t kMany = 64;  // rows of a product above which panels gain
 constexpr int64_t kOutputsOfBlock = 96;  // that a block of many rows meets at once: what it costs to fetch is little beside
 constexpr int64_t kPart = 1 << 14;  // numbers of a row whose exponentials are summed together: they stay in a cache
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least

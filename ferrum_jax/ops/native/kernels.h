@@ -91,6 +91,7 @@ constexpr int64_t kRoom = 3 * kMostInputs;  // numbers for rows of x that are pr
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
 constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is turned
 constexpr int64_t kPanel = 16;          // outputs of a panel
+constexpr int64_t kMany = 64;           // rows of a product above which panels gain
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together
 

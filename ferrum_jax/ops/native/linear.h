@@ -21,7 +21,9 @@ constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where the we
 constexpr int kStreamed = 8;        // rows of x that a row of the weight meets at once, at most
 constexpr int64_t kNear = 5 << 10;  // numbers of x that the nearest cache holds beside what it fetches
 constexpr int64_t kTogether = 12;   // rows of the weight that meet a part of x before the next part, if they are long
-constexpr int64_t kFewRows = kManyRegisters ? 32 : 64;  // of x, which caches hold while the weight passes once
+constexpr int64_t kFewRows = kManyRegisters ? 32 : ferrum::kMany;  // rows of x up to which `dense_few` reads the weight once
+constexpr int64_t kPaired = 8;  // rows of x up to which two of them meet four rows of the weight, not four meet three
+template <class W> constexpr int64_t kUnaided = sizeof(W) == 4 ? 4 : 2;  // rows of x up to which nothing need be fetched
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
@@ -136,14 +138,14 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
   return least((inputs + parts * step - 1) / (parts * step) * step, kMostPart / step * step);
 }
 
-// Outputs first to last of a few rows of x, of a weight that comes from memory: R rows of it at once, so far apart that each
-// is the beginning of as many that follow it in memory, and P rows of x. The processor fetches R such sequences ahead by
-// itself, faster than one, and than it can be told to; only where rows of x that meet what is there take longer, each pass
-// of them fetches a share of what comes next. Within the caller the compiler would keep the sums in memory.
+// Outputs first to last of a few rows of x. The range is cut into R equal parts, and one row of each part meets P rows of x
+// at a time: the weight is read in R sequences, which the processor fetches ahead by itself, faster than one sequence and
+// faster than with instructions that fetch. With more rows of x, computing takes longer than reading, and the passes over x
+// share the fetching of the next rows. If this is inlined, the compiler keeps the sums in memory.
 template <int R, int P, class W>
 [[gnu::noinline]] void stream_apart(const Linear& a, const W* weight, int64_t first, int64_t last) {
   const int64_t part = part_of(a.inputs, kLanes), apart = (last - first) / R;
-  const int fetched = a.rows > int64_t(sizeof(W)) ? R : 0, step = int((a.rows + P - 1) / P);
+  const int fetched = a.rows > kUnaided<W> ? R : 0, step = int((a.rows + P - 1) / P);
   for (int64_t n = first; n < first + apart; n++)
     for (int64_t at = 0; at < a.inputs; at += part) {
       const int64_t count = least(part, a.inputs - at);
@@ -347,12 +349,12 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
   }
 }
 
-// A few rows of x, as the instruction set has registers.
+// A few rows of x: with 16 registers by parts of the weight that are far apart, with 32 in the order of memory.
 template <class W> void dense_few(const Linear& a, const W* weight, int64_t first, int64_t last) {
   if constexpr (!kManyRegisters) {
     if constexpr (sizeof(W) == 4)
-      if (a.rows <= kStreamed) return stream_apart<4, 2>(a, weight, first, last);
-    stream_apart<3, 4>(a, weight, first, last);  // fewer rows are loaded, and widened, for as many products
+      if (a.rows <= kPaired) return stream_apart<4, 2>(a, weight, first, last);
+    stream_apart<3, 4>(a, weight, first, last);  // needs fewer loads and conversions of the weight for each product
   } else {
     constexpr int R = 6;
     const int64_t next = kNext / int64_t(sizeof(W));
