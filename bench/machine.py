@@ -60,7 +60,7 @@ def make_probes(dtype: str, *, smoke: bool = False) -> Probes:
     if on_cpu and native.instruction_set() and native.reads(dtype, WIDTH):
         row, product = jnp.ones((1, WIDTH)), jax.jit(native.product)
         contestants["reading by a kernel"] = Contestant(lambda: product(row, array), burst=BURST)
-    return Probes(contestants, 2 * size**3, line.nbytes)
+    return Probes(contestants, 2 * size**3, array.nbytes)
 
 
 def ceilings(probes: Probes, times: Mapping[str, Timing]) -> Machine:
