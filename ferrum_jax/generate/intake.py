@@ -254,13 +254,12 @@ class Intake:
         vocab_size = self.model.config.vocab_size
         if (params.stop_texts or params.bad_words) and self.tokenizer is None:
             raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
-        for name in ("allowed_token_ids", "logit_bias"):
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
             wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
             if wrong:
                 raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
-        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
-        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
+        stop_ids = frozenset(params.stop_token_ids or ()) | {token for token in own if token < vocab_size}
         bad_words = self._bad_words(params)
         check_fits(params, stop_ids, bad_words)
         return stop_ids, bad_words

@@ -22,6 +22,7 @@ so that a trainer that replays a sampler's routing still has the router's gradie
 or, where it is known under `jit` only, makes its token NaN.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -30,6 +31,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -111,8 +113,11 @@ class Taps(NamedTuple):
                 x = _apply(point, intervention, x, at)
             elif isinstance(self.layer, int):
                 x = _apply(point, intervention, x, at)
-            else:  # inside a loop over the layers
+            elif isinstance(intervention, Edit):  # inside a loop over the layers
                 x = jnp.where(self.layer == point.layer, _apply(point, intervention, x, at), x)
+            else:  # a function is not called in other layers: it may have no finite slope there
+                change = functools.partial(_apply, point, intervention, positions=at)
+                x = lax.cond(self.layer == point.layer, change, lambda x: x, x)
         return x
 
     def captured(self, **arrays: Any) -> dict[str, Any]:

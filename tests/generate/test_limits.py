@@ -118,6 +118,13 @@ def test_a_request_that_leaves_no_token_to_choose_is_refused(params: dict[str, A
     assert model.lengths == {}
 
 
+@pytest.mark.parametrize("given", [{"allowed_token_ids": [5, 23]}, {"logit_bias": {23: 1.0}}, {"stop_token_ids": [23]}])
+def test_ids_that_the_model_does_not_have_are_refused(given: dict[str, Any]):
+    (name,) = given
+    with pytest.raises(RequestValidationError, match=f"{name} has 23, ids go from 0 to 22"):
+        LLM.from_model(CountingLLM()).generate([[1]], SamplingParams(**given))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("where", ["on the host", "on the device"])
 def test_an_answer_that_a_bad_word_leaves_no_token_ends_with_an_error_alone(

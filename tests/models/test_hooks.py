@@ -163,6 +163,30 @@ def test_stacked_layers_have_the_same_points(name: str):
         close(stacked[point], plain[point])
 
 
+@pytest.mark.parametrize("name", by_default(("mlp_out", "pattern"), "pattern"))
+def test_a_function_in_stacked_layers_is_called_in_its_own_layer_alone(name: str):
+    """Zeros in layer 0, of which the function of layer 2 has no finite slope, spoil no gradient."""
+    params, cfg = model("mistral")
+    tokens, stacked, called = tokens_of("mistral"), lay_out(params, cfg, SCANNED), []
+
+    def normalised(x: jax.Array, positions: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda number: called.append(number), x.ravel()[0])
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    changes = {(name, 0): replace_with(0.0), (name, 2): normalised}
+
+    @jax.jit
+    def slopes(params: Any) -> Any:
+        return jax.grad(lambda params: models.log_probs(params, tokens, cfg, interventions=changes).mean())(params)
+
+    expected = lay_out(slopes(params), cfg, SCANNED)
+    called.clear()
+    found = slopes(stacked)
+    jax.effects_barrier()
+    assert len(called) == 1
+    jax.tree.map(close, found, expected)
+
+
 def test_functions_and_edits_of_a_head_a_position_and_a_row_do_the_same():
     params, cfg = model("mistral")
     tokens = tokens_of("mistral")
