@@ -61,10 +61,15 @@ class Detokenizer:
             self._num_settled = len(self._window)
         return self._without_open(piece)
 
+    @property
+    def held(self) -> str:
+        """The text so far that is not returned yet; a later id may still change it."""
+        piece = self._decode(self._window)[self._num_emitted :]
+        return piece[min(self._num_open, len(piece) - len(piece.lstrip(_REPLACEMENT))) :]
+
     def flush(self) -> str:
         """Returns the text still held back, and resets the detokenizer."""
-        piece = self._decode(self._window)[self._num_emitted :]
-        piece = self._without_open(piece)
+        piece = self.held
         self._window, self._num_emitted, self._num_settled, self._num_open = [], 0, 0, 0
         return piece
 

@@ -169,6 +169,11 @@ class Intake:
             raise RequestValidationError(
                 f"min_tokens is {params.min_tokens}, a KV capacity of {capacity} leaves {room} after {len(ids)} tokens"
             )
+        if params.num_prompt_logprobs > 0 and not isinstance(self.model, ModelRunner):
+            raise UnsupportedError(
+                f"the likeliest tokens of a prompt need a ModelRunner, not a {type(self.model).__name__}: with "
+                "prompt_logprobs=True the log-probabilities of its own tokens are reported"
+            )
         skip = params.skip_special_tokens
         request = Request(
             cache_id=self.new_cache_id(),

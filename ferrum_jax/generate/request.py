@@ -23,6 +23,7 @@ from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
 
+NOT_FINITE = "its logits are not finite: weights, an adapter or an intervention may hold NaN"
 _log = logging.getLogger(__name__)
 
 
@@ -87,6 +88,7 @@ class Request:
         self.tokens = list(self.prompt)
         self._told_prompt = list(self.prompt)  # of outputs, whose owner may change it
         self.request_id = self.cache_id  # stays the same if another request takes its sequence over
+        self._num_exempt = 0  # characters of the first `min_tokens` tokens that are not final yet
         self._joined = ("", 0)  # text of the last output, and its number of pieces; replaced as a whole
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
@@ -253,7 +255,7 @@ class Request:
             self.error = self.refusal
             return
         if isinstance(choice.logprob, float) and math.isnan(choice.logprob):
-            self.error = ModelError("its logits are not finite: weights, an adapter or an intervention may hold NaN")
+            self.error = ModelError(NOT_FINITE)
             return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
@@ -295,6 +297,9 @@ class Request:
         """Appends the scores of the next prompt tokens; if nothing is generated, the last one ends the request."""
         self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
+        if np.isnan(scores.logprobs).any():
+            self.error = ModelError(NOT_FINITE)
+            return
         self.scores += scores.logprobs.tolist()
         self.processed_scores += [] if scores.processed is None else scores.processed.tolist()
         self.greedy_ids += scores.greedy_ids.tolist()
@@ -443,8 +448,18 @@ class Request:
         self.finish_reason = "stop" if self.watcher.found else reason
 
     def _watch(self, piece: str) -> None:
-        """Takes text of the newest token, and emits the text that is certainly not part of a stop text."""
-        self._emit(self.watcher.push(piece, is_exempt=len(self.choices) <= self.params.min_tokens))
+        """Takes text that has become final, and emits the text that is certainly not part of a stop text.
+
+        None ends in the text of the first `min_tokens` tokens, some of which may become final with later ones.
+        """
+        before, count = len(self.choices), len(piece)
+        if before == self.params.min_tokens and self.detokenizer is not None:
+            self._num_exempt = len(self.detokenizer.held)
+        elif before > self.params.min_tokens:
+            count = min(count, self._num_exempt)
+            self._num_exempt -= count
+        self._emit(self.watcher.push(piece[:count], is_exempt=True))
+        self._emit(self.watcher.push(piece[count:]))
 
     def _emit(self, piece: str) -> None:
         if piece:

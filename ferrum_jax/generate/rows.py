@@ -6,7 +6,9 @@ import numpy as np
 
 from ferrum_jax.compile.sampler import MAX_STOP_IDS
 from ferrum_jax.contract.decoding import DecodeRun
+from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import NO_OUTPUT, Output, ScheduledRow, TargetScores
+from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.request import Request
 
 
@@ -43,12 +45,16 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
     return ScheduledRow(request.cache_id, tokens[:-1], start, output, request.capture)
 
 
-def only_decodes(request: Request) -> bool:
-    """True if a request only decodes, with settings that multi-step programs support."""
+def only_decodes(request: Request, model: DecoderOnlyLLM) -> bool:
+    """True if a request only decodes, with settings that multi-step programs support.
+
+    A model that is no `ModelRunner` need not tell under which distribution tokens of `decode_n` were drawn.
+    """
     params = request.params
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
-    is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
+    is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words
+    is_simple = is_simple and params.num_logprobs < (1 if isinstance(model, ModelRunner) else 0)
     is_simple = is_simple and request.interventions is None and not request.capture and request.form is None
     return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS
 

@@ -241,6 +241,8 @@ class Scheduler:
 
     def _settle(self, request: Request) -> None:
         """Frees a request that is done, and tells its caller that there is something new."""
+        if request.error is not None:
+            return self._fail([request], request.error)  # its copies, too
         if request.is_done and not self._hand_over(request):
             self._leave(request)
         request.tell()
@@ -371,7 +373,7 @@ class Scheduler:
         most = self.model.loop_tokens
         if not most or self._in_flight is not None or self.speculator is not None:
             return False
-        if not all(only_decodes(request) for request in self._running):
+        if not all(only_decodes(request, self.model) for request in self._running):
             return False
         runs = runs_of(self._running, most)
         requests = list(self._running)
@@ -435,14 +437,12 @@ class Scheduler:
         else:
             self._shortage.add(problem.replica)
         if last.num_read:
+            told = last.cache_id, last.num_read, len(self._running), problem
             _log.log(
                 logging.DEBUG if last.preemptions else logging.INFO,
                 "preempted %s, whose %d positions are recomputed once one of %d other requests ends: %s; "
                 "more kv_blocks or fewer max_seqs avoid it",
-                last.cache_id,
-                last.num_read,
-                len(self._running),
-                problem,
+                *told,
             )
             last.preemptions += 1
         for one in leaving:

@@ -52,7 +52,8 @@ def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **op
 
     This is the family's serving forward without a cache. It may be differentiated, vmapped, scanned and jitted (with
     `cfg` closed over or static). There is no padding mask: to batch sequences of different lengths, pad on the right
-    and ignore the logits of the padding. The other arguments and the errors are those of `run`.
+    and ignore the logits of the padding. LongRoPE (Phi-3) has other frequencies where T is beyond the original length:
+    `cfg.reaching(length)` chooses them for every T. The other arguments and the errors are those of `run`.
     """
     return run(params, tokens, cfg, **options)[0]
 
@@ -404,6 +405,7 @@ def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None
     return positions.astype(jnp.int32)
 
 
+@promoting_ranks
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
     """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings.
 

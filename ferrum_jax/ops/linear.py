@@ -66,7 +66,7 @@ def linear(
         y = experts_triton.product(x, weight)
     else:
         y = _product(x, weight, x.dtype)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def vocabulary_logits(

@@ -12,7 +12,7 @@ def rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float)
     """
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def wide_rms_norm(

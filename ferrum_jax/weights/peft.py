@@ -5,6 +5,7 @@ Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,12 @@ def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index
             raise InvalidParameterError(f"there are {len(down)} adapters, number {index} is not among them")
         tensors[_name(name, "A")] = np.ascontiguousarray(down[index])
         tensors[_name(name, "B")] = np.ascontiguousarray(up[:, index])
-    rank = len(next(iter(tensors.values())))
+    ranks = {name: len(tensors[_name(name, "A")]) for name in adapters.projections(cfg)}
+    rank = max(ranks.values())
+    own = {re.escape(name): one for name, one in ranks.items() if one != rank}
     targets = sorted({name.rpartition(".")[2] for name in adapters.projections(cfg)})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    config |= {"rank_pattern": own, "alpha_pattern": own}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -258,15 +258,19 @@ def test_a_token_of_logits_that_are_not_finite_is_an_error(
         PARAMS,
         replace(PARAMS, logprobs=True),
         replace(PARAMS, logit_bias={3: 1}),
+        replace(PARAMS, temperature=0.7, n=2, prompt_logprobs=True),
     ]
     with new_runner(**changes) as runner:
         llm = LLM.from_model(runner, speculation=speculation)
         llm.set_params(jax.tree.map(lambda x: x * jnp.nan, params))
-        outs = llm.generate([[1, 2]] * 4, asked, return_errors=True)
+        outs = llm.generate([[1, 2]] * len(asked), asked, return_errors=True)
+        assert len(outs) == len(asked) + 1
         for out in outs:
             assert isinstance(out.error, ModelError)
             assert "logits are not finite" in str(out.error)
             assert out.token_ids == []
+        with pytest.raises(ModelError, match="logits are not finite"):
+            llm.score([[1, 2]], [[3]])
         llm.set_params(params)
         edits = [None, Interventions({Point("resid_post", 0): Edit(add=np.array(np.inf, np.float32))})]
         good, bad = llm.generate([[1, 2]] * 2, PARAMS, interventions=edits, return_errors=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
-from ferrum_jax.contract import TokenScores
-from ferrum_jax.contract.errors import ModelError
+from ferrum_jax.contract import DecodedRun, DecodeRun, TokenScores
+from ferrum_jax.contract.errors import ModelError, UnsupportedError
 from ferrum_jax.contract.llm import DecodeRow, UnifiedRow
 from ferrum_jax.generate.drafts import Draft
 from ferrum_jax.generate.speculation import Speculation
@@ -99,6 +99,35 @@ class Kept(CountingLLM):
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Any:
         time.sleep(0.002)
         return super().prefill(cache_id, tokens)
+
+
+def test_the_likeliest_tokens_of_a_prompt_are_refused():
+    with pytest.raises(UnsupportedError, match=r"need a ModelRunner, not a CountingLLM: with prompt_logprobs=True"):
+        LLM.from_model(CountingLLM()).generate([[1, 2]], SamplingParams(prompt_logprobs=2))
+
+
+@pytest.mark.parametrize("reported", [None, True])
+def test_tokens_of_a_loop_are_reported_under_the_distribution_they_were_drawn_from(reported: bool | None):
+    """`decode_n` need not tell it: then tokens are chosen one by one."""
+
+    class Loop(RollingLLM):
+        loop_tokens, calls = 4, 0
+
+        def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
+            self.calls += 1
+            found = []
+            for run in runs:
+                ids = [run.token]
+                for at in range(run.max_tokens):
+                    ids.append(int(np.argmax(self.decode(run.cache_id, ids[-1], run.pos + at))))
+                found.append(DecodedRun(ids[1:], [-1.0] * run.max_tokens))
+            return found
+
+    how, model = SamplingParams(max_tokens=6, repetition_penalty=3.0, logprobs=reported), Loop()
+    (out,) = LLM.from_model(model).generate([[1, 2]], how)
+    (plain,) = LLM.from_model(RollingLLM()).generate([[1, 2]], how)
+    assert (out.logprobs, out.processed_logprobs) == (plain.logprobs, plain.processed_logprobs)
+    assert (model.calls > 0) == (reported is None)
 
 
 def test_a_reset_reaches_a_model_that_has_none():

@@ -14,6 +14,7 @@ from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.tokenizer import Tokenizer
+from tests.generate.test_detokenize import make_sentencepiece
 
 LETTERS = string.ascii_lowercase[:23]
 
@@ -147,6 +148,20 @@ def test_a_stop_that_is_complete_within_the_least_tokens_ends_nothing(
     request = make(limit=limit, min_tokens=min_tokens, stop="bad")
     feed(request, "badabbadcc")
     assert (request.output().text, request.output().finish_reason) == (text, reason)
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(2, "ab"), (3, "ab\naba"), (4, "ab\naba")])
+def test_a_stop_of_a_byte_token_within_the_least_tokens_ends_nothing(min_tokens: int, text: str):
+    """A byte's text is held until the next token, which may be the first that ends an answer."""
+    tokenizer = make_sentencepiece(prefixed=False)
+    request = make(limit=6, min_tokens=min_tokens, stop="\n")
+    request.detokenizer = Detokenizer(tokenizer)
+    for piece in ("a", "b", "<0x0A>", "a", "b", "a"):
+        token = tokenizer.token_to_id(piece)
+        assert token is not None
+        if not request.is_done:
+            request.append(TokenChoice(token, 0.0, 0.0))
+    assert request.output().text == text
 
 
 def test_nothing_of_a_stop_that_begins_within_the_least_tokens_is_let_out():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import pytest
@@ -37,7 +38,7 @@ def test_generating_and_scoring_pass_a_guard(guard, runner: ModelRunner):
 
 
 def test_a_model_of_others_passes_too():
-    llm = LLM.from_model(SummingLLM())
-    expected = llm.generate(PROMPTS, PARAMS)
+    llm, params = LLM.from_model(SummingLLM()), replace(PARAMS, prompt_logprobs=True)
+    expected = llm.generate(PROMPTS, params)
     with of_all_threads("disallow"):
-        assert [out.token_ids for out in llm.generate(PROMPTS, PARAMS)] == [out.token_ids for out in expected]
+        assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [out.token_ids for out in expected]

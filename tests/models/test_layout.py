@@ -85,6 +85,18 @@ def test_every_model_gives_the_same_logits_in_every_layout(name: str):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SAME, err_msg=layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vectors_may_have_a_wider_dtype_than_matrices(layout: str, params: ParamTree):
+    """Norms and biases in float32 beside bfloat16, as mixed precision keeps them: the stream stays bfloat16."""
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    mixed = jax.tree.map(lambda leaf: leaf if leaf.ndim > 1 else leaf.astype(jnp.float32), narrow)
+    point = models.Point("resid_post", 1)
+    found, states = models.run(lay_out(mixed, CFG, layout), TOKENS, CFG, capture=[point])
+    expected = run(narrow, TOKENS, CFG)
+    assert states[point].dtype == jnp.bfloat16
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.02 * float(jnp.abs(expected).max()))
+
+
 @pytest.mark.slow
 @other_layouts
 def test_rows_keep_their_adapters_in_every_layout(layout: str, tmp_path: Path):

@@ -205,7 +205,8 @@ def test_arrays_of_fewer_axes_may_be_broadcast_where_the_callers_code_forbids_it
         generate = partial(generate_fn, cfg=cfg, max_tokens=2, sampling=DRAWN)
         drawn, _ = jax.jit(generate)(params, None, tokens, jnp.full(3, 13), seeds)
         with from_params(params, cfg, max_seqs=1, kv_capacity=16) as runner:
-            return [models.forward(params, tokens, cfg), gradient, drawn, runner.prefill("a", [1, 2, 3])]
+            logits = models.logits_of(params, jnp.ones((2, cfg.hidden_size)), cfg)
+            return [models.forward(params, tokens, cfg), logits, gradient, drawn, runner.prefill("a", [1, 2, 3])]
 
     expected = everything()
     with jax.numpy_rank_promotion("raise"):

@@ -370,3 +370,18 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         np.testing.assert_array_equal(leaf[row], named_leaves(stacks)[name][row])
     with pytest.raises(InvalidParameterError, match="there are 2 adapters, number 2 is not among them"):
         write_adapter(tmp_path, stacks, cfg, 2)
+
+
+def test_projections_of_other_ranks_are_written_with_their_own(tmp_path: Path):
+    cfg, key = tiny.model_config("llama3"), jax.random.key(0)
+    stacks = initialise(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=4)), key, "float32")
+    first, *others = stacks["model"]["layers"]
+    thin = {name: {"down": own["down"][:, :2], "up": own["up"][..., :2]} for name, own in first["mlp"].items()}
+    mixed = {"model": {"layers": [first | {"mlp": thin}, *others]}}
+    mixed = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), mixed)
+    write_adapter(tmp_path, mixed, cfg)
+    found, expected = read_adapter(tmp_path, cfg), named_leaves(mixed)
+    assert found.rank == 4
+    for name, (down, up) in found.projections.items():
+        np.testing.assert_array_equal(down, expected[f"{name}.down"][0])
+        np.testing.assert_array_equal(up, expected[f"{name}.up"][:, 0])
