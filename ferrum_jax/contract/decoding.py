@@ -159,7 +159,8 @@ class DecodeRun:
 class DecodedRun:
     """The chosen tokens, and each one's log-probability under the model's own distribution.
 
-    `processed_logprobs` are those under the distribution that it was drawn from, where the model tells.
+    `processed_logprobs` are those under the distribution that it was drawn from, where the model tells. `LLM` calls
+    `decode_n` of a model that is no `ModelRunner` only where that is the model's own, or nobody asked.
 
     All but the last are in the KV, after `DecodeRun.token`.
     """

@@ -38,8 +38,8 @@ def from_params(
 
     Args:
         params: the tree that `load_params` and `models.init_params` return, in any layout, wherever it lies.
-        cfg: the model's. `model_config` of what is returned differs from it with LongRoPE, whose frequencies are those
-            for `kv_capacity`: functions given that configuration compute what is served.
+        cfg: the model's. With LongRoPE (Phi-3) frequencies are chosen for `kv_capacity`, unless it has the long ones;
+            functions given the `model_config` of what is returned compute what is served.
         mesh: as for `load`. Arrays that lie on its devices in the form in which they are served are not copied.
         engine: how to run it; fields that are None are chosen for the model and the device.
         strict: after `warmup`, a step that would have to be compiled is an error.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ferrum_jax.generate.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WINDOW_LIMIT = 64  # tokens
 _RESYNC_TOKENS = 8  # UTF-8 decoding no longer depends on its start after three bytes, so after three tokens
@@ -29,7 +29,7 @@ class Detokenizer:
         self._special_ids = frozenset(token_id for token_id, token in tokenizer.added.items() if token.special)
         self._window = self._last_of(prompt)  # ids whose text is not yet final, after those that affect their decoding
         before = self._decode(self._window)
-        self._num_emitted = len(before.rstrip(_REPLACEMENT))  # characters of the window's text already returned
+        self._num_emitted = len(before.rstrip(REPLACEMENT))  # characters of the window's text already returned
         self._num_settled = 0  # ids at the front of the window whose whole text is returned
         self._num_open = len(before) - self._num_emitted  # characters of the prompt that may still be completed
 
@@ -48,7 +48,7 @@ class Detokenizer:
         if _BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT):
+        if text.endswith(REPLACEMENT):
             # Only the last character can still change: it may be the first bytes of a longer one.
             piece = text[self._num_emitted : -1]
             self._num_emitted = max(self._num_emitted, len(text) - 1)
@@ -65,7 +65,7 @@ class Detokenizer:
     def held(self) -> str:
         """The text so far that is not returned yet; a later id may still change it."""
         piece = self._decode(self._window)[self._num_emitted :]
-        return piece[min(self._num_open, len(piece) - len(piece.lstrip(_REPLACEMENT))) :]
+        return piece[min(self._num_open, len(piece) - len(piece.lstrip(REPLACEMENT))) :]
 
     def flush(self) -> str:
         """Returns the text still held back, and resets the detokenizer."""
@@ -101,7 +101,7 @@ class Detokenizer:
 
     def _without_open(self, piece: str) -> str:
         """Drops the replacement characters of the prompt's characters that no later id has completed."""
-        while self._num_open and piece.startswith(_REPLACEMENT):
+        while self._num_open and piece.startswith(REPLACEMENT):
             piece, self._num_open = piece[1:], self._num_open - 1
         if piece:
             self._num_open = 0
@@ -111,7 +111,7 @@ class Detokenizer:
         """Drops all but the last `num_kept` ids of the window; later ids decode after these as after all of them."""
         self._window = self._window[-num_kept:]
         text = self._decode(self._window)
-        self._num_emitted = len(text) - text.endswith(_REPLACEMENT)
+        self._num_emitted = len(text) - text.endswith(REPLACEMENT)
         self._num_settled = 0
 
     def _decode(self, ids: list[int]) -> str:

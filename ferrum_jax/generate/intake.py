@@ -171,8 +171,8 @@ class Intake:
             )
         if params.num_prompt_logprobs > 0 and not isinstance(self.model, ModelRunner):
             raise UnsupportedError(
-                f"the likeliest tokens of a prompt need a ModelRunner, not a {type(self.model).__name__}: with "
-                "prompt_logprobs=True the log-probabilities of its own tokens are reported"
+                f"the likeliest tokens of a prompt need a ModelRunner, not a {type(self.model).__name__}: "
+                "prompt_logprobs=True reports the log-probabilities of the prompt's own tokens"
             )
         skip = params.skip_special_tokens
         request = Request(

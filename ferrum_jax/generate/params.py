@@ -56,7 +56,8 @@ class SamplingParams(Sampling):
             likeliest tokens. None and False: report none.
         logprobs_mode: the distribution for the likeliest tokens: `raw`, the model's own, or `processed`, after
             penalties, temperature and filters. Log-probabilities of chosen tokens are reported under both.
-        prompt_logprobs: the same for the prompt's tokens; the prefix cache is then not used for them.
+        prompt_logprobs: the same for the prompt's tokens, k above 0 only on a `ModelRunner`; the prefix cache is then
+            not used for them.
         structured: the form of the answer: a JSON schema, a regular expression, a grammar or choices. The answer ends
             where nothing may follow, so `min_tokens` and `ignore_eos` are refused. Needs the extra `structured`.
         n: number of answers; above 1 only with a temperature above 0. The prompt is prefilled once if the KV has room.

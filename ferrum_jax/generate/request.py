@@ -17,13 +17,13 @@ from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
-from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.detokenize import REPLACEMENT, Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
 
-NOT_FINITE = "its logits are not finite: weights, an adapter or an intervention may hold NaN"
+_NOT_FINITE = "its logits are not finite: weights, an adapter or an intervention may hold NaN"
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +88,7 @@ class Request:
         self.tokens = list(self.prompt)
         self._told_prompt = list(self.prompt)  # of outputs, whose owner may change it
         self.request_id = self.cache_id  # stays the same if another request takes its sequence over
-        self._num_exempt = 0  # characters of the first `min_tokens` tokens that are not final yet
+        self._num_exempt = 0  # characters that the first `min_tokens` tokens complete and that are not final yet
         self._joined = ("", 0)  # text of the last output, and its number of pieces; replaced as a whole
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
@@ -255,7 +255,7 @@ class Request:
             self.error = self.refusal
             return
         if isinstance(choice.logprob, float) and math.isnan(choice.logprob):
-            self.error = ModelError(NOT_FINITE)
+            self.error = ModelError(_NOT_FINITE)
             return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
@@ -298,7 +298,7 @@ class Request:
         self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
         if np.isnan(scores.logprobs).any():
-            self.error = ModelError(NOT_FINITE)
+            self.error = ModelError(_NOT_FINITE)
             return
         self.scores += scores.logprobs.tolist()
         self.processed_scores += [] if scores.processed is None else scores.processed.tolist()
@@ -450,14 +450,14 @@ class Request:
     def _watch(self, piece: str) -> None:
         """Takes text that has become final, and emits the text that is certainly not part of a stop text.
 
-        None ends in the text of the first `min_tokens` tokens, some of which may become final with later ones.
+        None ends in a character that the first `min_tokens` tokens complete, though it may become final with later
+        ones.
         """
-        before, count = len(self.choices), len(piece)
-        if before == self.params.min_tokens and self.detokenizer is not None:
-            self._num_exempt = len(self.detokenizer.held)
-        elif before > self.params.min_tokens:
-            count = min(count, self._num_exempt)
-            self._num_exempt -= count
+        is_exempt = len(self.choices) <= self.params.min_tokens
+        count = len(piece) if is_exempt else min(len(piece), self._num_exempt)
+        self._num_exempt = max(0, self._num_exempt - len(piece))
+        if is_exempt and self.detokenizer is not None and REPLACEMENT not in (held := self.detokenizer.held):
+            self._num_exempt = len(held)  # half a character, which is held as a replacement, adds nothing
         self._emit(self.watcher.push(piece[:count], is_exempt=True))
         self._emit(self.watcher.push(piece[count:]))
 

@@ -120,7 +120,8 @@ def generate_fn(
         tokens: prompts, padded on the right.
         lengths: of the prompts, at least 1 each.
         seeds: the noise of a sampled token depends only on its row's seed and its position.
-        cfg: the model's configuration; with LongRoPE (Phi-3) for T + `max_tokens` positions, if not made for more.
+        cfg: the model's configuration. Frequencies of LongRoPE (Phi-3) are chosen for T + `max_tokens` positions,
+            unless it has the long ones.
         max_tokens: the most tokens to generate for each row.
         sampling: how tokens are chosen; the default is greedy.
         stop_ids: ids that end a row; the row includes the one that ended it.

@@ -48,13 +48,16 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
 def only_decodes(request: Request, model: DecoderOnlyLLM) -> bool:
     """True if a request only decodes, with settings that multi-step programs support.
 
-    A model that is no `ModelRunner` need not tell under which distribution tokens of `decode_n` were drawn.
+    A model that is no `ModelRunner` need not tell log-probabilities under a distribution that is not its own.
     """
     params = request.params
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
     is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words
-    is_simple = is_simple and params.num_logprobs < (1 if isinstance(model, ModelRunner) else 0)
+    is_own = params.temperature in (0, 1) and params.repetition_penalty == params.top_p == 1
+    is_own = is_own and not (params.top_k or params.min_p)
+    is_told = is_own or isinstance(model, ModelRunner)
+    is_simple = is_simple and params.num_logprobs < (1 if is_told else 0)
     is_simple = is_simple and request.interventions is None and not request.capture and request.form is None
     return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS
 

@@ -307,7 +307,7 @@ class Scheduler:
         if not request.group:
             return False
         heir = next((one for one in self._waiting if one.group == request.group), None)
-        if heir is None or request.error is not None or self._is_held(heir):
+        if heir is None or self._is_held(heir):
             return False
         first = next(iter(self._waiting))
         if first.preemptions or first.priority < heir.priority:

@@ -291,7 +291,7 @@ class FerrumRollout(base_rollout.BaseRollout):
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "top_k": max(asked.top_k or 0, 0),
             "max_tokens": asked.max_tokens_to_generate,
-            "stop_token_ids": list(ends),
+            "stop_token_ids": [end for end in ends if end < self._cfg.vocab_size],
             "logprobs": asked.return_logprobs,
         }
         if self.pad_id() not in ends and 0 <= self.pad_id() < self._cfg.vocab_size:

@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError, safe_repr
+from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
 _RESIDUAL = "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"
@@ -117,7 +118,7 @@ class Taps(NamedTuple):
                 x = jnp.where(self.layer == point.layer, _apply(point, intervention, x, at), x)
             else:  # a function is not called in other layers: it may have no finite slope there
                 change = functools.partial(_apply, point, intervention, positions=at)
-                x = lax.cond(self.layer == point.layer, change, lambda x: x, x)
+                x = lax.cond(self.layer == point.layer, lambda x, f=change: vary_like(f(x), x), lambda x: x, x)
         return x
 
     def captured(self, **arrays: Any) -> dict[str, Any]:

@@ -52,8 +52,9 @@ def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **op
 
     This is the family's serving forward without a cache. It may be differentiated, vmapped, scanned and jitted (with
     `cfg` closed over or static). There is no padding mask: to batch sequences of different lengths, pad on the right
-    and ignore the logits of the padding. LongRoPE (Phi-3) has other frequencies where T is beyond the original length:
-    `cfg.reaching(length)` chooses them for every T. The other arguments and the errors are those of `run`.
+    and ignore the logits of the padding. With LongRoPE (Phi-3) frequencies are chosen for T, unless `cfg` has the
+    long ones: `cfg.reaching(n)` keeps one choice for every T up to n. The other arguments and the errors are those of
+    `run`.
     """
     return run(params, tokens, cfg, **options)[0]
 

@@ -59,7 +59,10 @@ def linear(
     weight: Float[Array, "F D"] | QuantisedWeight | StackedWeight | ChosenWeight | TiledWeight,
     bias: Float[Array, " F"] | Float[Array, "X F"] | None = None,
 ) -> Float[Array, "X F"]:
-    """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as in `quantised_product`."""
+    """Computes `x @ weight.T + bias` in the dtype of `x`, to which the bias is rounded.
+
+    Quantised weights are multiplied as in `quantised_product`.
+    """
     if isinstance(weight, ChosenWeight):
         y = native.expert_product(x, weight.ids, weight.stack)
     elif isinstance(weight, TiledWeight):

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 def rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
     """Divides by the root mean square of the last axis and scales; computed in float32, cast back before the scale.
 
+    The weight is rounded to the dtype of x.
     Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
     """
     wide = x.astype(jnp.float32)

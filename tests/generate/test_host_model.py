@@ -102,13 +102,15 @@ class Kept(CountingLLM):
 
 
 def test_the_likeliest_tokens_of_a_prompt_are_refused():
-    with pytest.raises(UnsupportedError, match=r"need a ModelRunner, not a CountingLLM: with prompt_logprobs=True"):
+    with pytest.raises(UnsupportedError, match=r"need a ModelRunner, not a CountingLLM: prompt_logprobs=True reports"):
         LLM.from_model(CountingLLM()).generate([[1, 2]], SamplingParams(prompt_logprobs=2))
 
 
-@pytest.mark.parametrize("reported", [None, True])
-def test_tokens_of_a_loop_are_reported_under_the_distribution_they_were_drawn_from(reported: bool | None):
-    """`decode_n` need not tell it: then tokens are chosen one by one."""
+@pytest.mark.parametrize(("reported", "penalty", "loops"), [(None, 3.0, True), (True, 1.0, True), (True, 3.0, False)])
+def test_tokens_of_a_loop_are_reported_under_the_distribution_they_were_drawn_from(
+    reported: bool | None, penalty: float, loops: bool
+):
+    """`decode_n` need not tell it: where it is not the model's own, tokens are chosen one by one."""
 
     class Loop(RollingLLM):
         loop_tokens, calls = 4, 0
@@ -117,17 +119,21 @@ def test_tokens_of_a_loop_are_reported_under_the_distribution_they_were_drawn_fr
             self.calls += 1
             found = []
             for run in runs:
-                ids = [run.token]
+                ids, figures = [run.token], []
                 for at in range(run.max_tokens):
-                    ids.append(int(np.argmax(self.decode(run.cache_id, ids[-1], run.pos + at))))
-                found.append(DecodedRun(ids[1:], [-1.0] * run.max_tokens))
+                    logits = self.decode(run.cache_id, ids[-1], run.pos + at)
+                    ids.append(int(np.argmax(logits)))
+                    figures.append(float(logits.max() - np.log(np.exp(logits).sum())))
+                found.append(DecodedRun(ids[1:], figures))
             return found
 
-    how, model = SamplingParams(max_tokens=6, repetition_penalty=3.0, logprobs=reported), Loop()
+    how, model = SamplingParams(max_tokens=6, repetition_penalty=penalty, logprobs=reported), Loop()
     (out,) = LLM.from_model(model).generate([[1, 2]], how)
     (plain,) = LLM.from_model(RollingLLM()).generate([[1, 2]], how)
-    assert (out.logprobs, out.processed_logprobs) == (plain.logprobs, plain.processed_logprobs)
-    assert (model.calls > 0) == (reported is None)
+    for found, expected in ((out.logprobs, plain.logprobs), (out.processed_logprobs, plain.processed_logprobs)):
+        assert (found is None) == (expected is None) == (reported is None)
+        np.testing.assert_allclose(found or (), expected or (), rtol=0, atol=1e-3)
+    assert (model.calls > 0) == loops
 
 
 def test_a_reset_reaches_a_model_that_has_none():

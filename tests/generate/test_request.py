@@ -150,13 +150,26 @@ def test_a_stop_that_is_complete_within_the_least_tokens_ends_nothing(
     assert (request.output().text, request.output().finish_reason) == (text, reason)
 
 
-@pytest.mark.parametrize(("min_tokens", "text"), [(2, "ab"), (3, "ab\naba"), (4, "ab\naba")])
-def test_a_stop_of_a_byte_token_within_the_least_tokens_ends_nothing(min_tokens: int, text: str):
-    """A byte's text is held until the next token, which may be the first that ends an answer."""
+@pytest.mark.parametrize(
+    ("pieces", "min_tokens", "stop", "text"),
+    [
+        ("a b 0A a b a", 2, "\n", "ab"),
+        ("a b 0A a b a", 3, "\n", "ab\naba"),
+        ("a b 0A a b a", 4, "\n", "ab\naba"),
+        ("a E2 82 AC b a", 3, "b", "a€"),
+        ("a E2 82 AC 0A a", 3, "\n", "a€"),
+        ("a E2 82 AC b a", 2, "€", "a"),
+        ("a E2 82 AC b a", 4, "€", "a€ba"),
+        ("a 0A E2 82 AC b", 3, "\n", "a\n€b"),
+    ],
+)
+def test_a_stop_of_byte_tokens_within_the_least_tokens_ends_nothing(pieces: str, min_tokens: int, stop: str, text: str):
+    """Text of bytes is held until the next token, which may be the first that ends an answer."""
     tokenizer = make_sentencepiece(prefixed=False)
-    request = make(limit=6, min_tokens=min_tokens, stop="\n")
+    request = make(limit=6, min_tokens=min_tokens, stop=stop)
     request.detokenizer = Detokenizer(tokenizer)
-    for piece in ("a", "b", "<0x0A>", "a", "b", "a"):
+    for piece in pieces.split():
+        piece = piece if len(piece) == 1 else f"<0x{piece}>"
         token = tokenizer.token_to_id(piece)
         assert token is not None
         if not request.is_done:

@@ -106,6 +106,21 @@ def test_inside_a_shard_map_whose_types_are_checked_each_device_runs_its_own_row
 
 
 @pytest.mark.parametrize("layout", by_default(("checkpoint", SCANNED), SCANNED))
+def test_inside_a_shard_map_functions_may_return_what_is_the_same_on_all_devices(layout: str):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    params, _, cfg = model_on(mesh, "qwen3")
+    changes = {("mlp_out", 0): lambda x, positions: 0.0, ("resid_post", 1): lambda x, positions: jax.nn.tanh(x)}
+
+    def both(params: ParamTree, tokens: jax.Array) -> Any:
+        options: dict[str, Any] = {"interventions": changes}
+        return models.forward(params, tokens, cfg, **options), jax.grad(loss)(params, tokens, cfg, **options)
+
+    own, tokens = lay_out(params, cfg, layout), tokens_of("qwen3")
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": (P("data"), P())}
+    agree(jax.jit(jax.shard_map(both, **specs, check_vma=True))(own, tokens), jax.jit(both)(own, tokens))
+
+
+@pytest.mark.parametrize("layout", by_default(("checkpoint", SCANNED), SCANNED))
 def test_inside_a_shard_map_parameters_may_differ_instead_of_rows(layout: str):
     """An ensemble: each device has a model of its own, and all read the same tokens."""
     name, mesh = "qwen3", jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
