@@ -456,8 +456,10 @@ class Request:
         is_exempt = len(self.choices) <= self.params.min_tokens
         count = len(piece) if is_exempt else min(len(piece), self._num_exempt)
         self._num_exempt = max(0, self._num_exempt - len(piece))
-        if is_exempt and self.detokenizer is not None and REPLACEMENT not in (held := self.detokenizer.held):
-            self._num_exempt = len(held)  # half a character, which is held as a replacement, adds nothing
+        if is_exempt and self.params.stop and self.detokenizer is not None:
+            held = self.detokenizer.held
+            if REPLACEMENT not in held:  # half a character is held as one, and exempts nothing
+                self._num_exempt = len(held)
         self._emit(self.watcher.push(piece[:count], is_exempt=True))
         self._emit(self.watcher.push(piece[count:]))
 

@@ -29,6 +29,10 @@ from ferrum_jax.generate.updates import Update
 from ferrum_jax.generate.waiting import WaitingLine
 
 _log = logging.getLogger(__name__)
+_PREEMPTED = (
+    "preempted %s, whose %d positions are recomputed once one of %d other requests ends: %s; more kv_blocks or fewer "
+    "max_seqs avoid it"
+)
 
 
 @dataclass(eq=False)
@@ -437,13 +441,8 @@ class Scheduler:
         else:
             self._shortage.add(problem.replica)
         if last.num_read:
-            told = last.cache_id, last.num_read, len(self._running), problem
-            _log.log(
-                logging.DEBUG if last.preemptions else logging.INFO,
-                "preempted %s, whose %d positions are recomputed once one of %d other requests ends: %s; "
-                "more kv_blocks or fewer max_seqs avoid it",
-                *told,
-            )
+            level = logging.DEBUG if last.preemptions else logging.INFO
+            _log.log(level, _PREEMPTED, last.cache_id, last.num_read, len(self._running), problem)
             last.preemptions += 1
         for one in leaving:
             self._release(one.cache_id)

@@ -118,7 +118,7 @@ class Taps(NamedTuple):
                 x = jnp.where(self.layer == point.layer, _apply(point, intervention, x, at), x)
             else:  # a function is not called in other layers: it may have no finite slope there
                 change = functools.partial(_apply, point, intervention, positions=at)
-                x = lax.cond(self.layer == point.layer, lambda x, f=change: vary_like(f(x), x), lambda x: x, x)
+                x = lax.cond(self.layer == point.layer, change, lambda x: x, x)
         return x
 
     def captured(self, **arrays: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
         assert positions is not None
         found = _returned(point, intervention(x, positions), x.shape)
         _check_kind(f"the function's result at {point.name!r}", found.dtype, x.dtype)
-        return found.astype(x.dtype)
+        return vary_like(found.astype(x.dtype), x)  # as a branch beside x must
     for name, leaf in (("scale", intervention.scale), ("add", intervention.add)):
         if leaf is None:
             continue

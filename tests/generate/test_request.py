@@ -163,7 +163,7 @@ def test_a_stop_that_is_complete_within_the_least_tokens_ends_nothing(
         ("a 0A E2 82 AC b", 3, "\n", "a\n€b"),
     ],
 )
-def test_a_stop_of_byte_tokens_within_the_least_tokens_ends_nothing(pieces: str, min_tokens: int, stop: str, text: str):
+def test_a_stop_of_byte_tokens_ends_nothing_before_the_least_tokens(pieces: str, min_tokens: int, stop: str, text: str):
     """Text of bytes is held until the next token, which may be the first that ends an answer."""
     tokenizer = make_sentencepiece(prefixed=False)
     request = make(limit=6, min_tokens=min_tokens, stop=stop)
