@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ferrum_jax import models
 from ferrum_jax.models import adapters
 from ferrum_jax.models.adapters import LoraSpec
-from ferrum_jax.models.specs import ParamTree, named_leaves
-from ferrum_jax.weights.peft import lay_out, read_adapter
+from ferrum_jax.models.specs import ParamTree, initialise, named_leaves
+from ferrum_jax.weights.peft import lay_out, read_adapter, write_adapter
 from scripts.make_references import load_tiny, logits_of
 from tests import tiny
 from tests.adapters import EVERY, empty_stacks, prompt
@@ -80,6 +80,24 @@ def test_what_peft_saved_gives_its_logits_at_every_position(name: str, tmp_path:
         loras=stacks,
         adapters=jnp.asarray([1]),
     )
+    np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_peft_reads_what_is_written_of_several_ranks(tmp_path: Path):
+    cfg, params = tiny.model_config("llama3"), tiny.tiny_params(tiny.CONFIGS["llama3"])
+    key = jax.random.key(tiny.SEED)
+    stacks = initialise(adapters.stack_specs(cfg, LoraSpec(max_loras=1, max_rank=4)), key, "float32")
+    first, *others = stacks["model"]["layers"]
+    thin = {name: {"down": own["down"][:, :2], "up": own["up"][..., :2]} for name, own in first["mlp"].items()}
+    stacks = {"model": {"layers": [first | {"mlp": thin}, *others]}}
+    stacks = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape) * leaf.shape[-1] ** -0.5, stacks)
+    write_adapter(tmp_path / "adapter", stacks, cfg)
+    base = load_tiny(tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"]))
+    tokens = prompt("every")
+    unadapted = logits_of(base, tokens)
+    expected = logits_of(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval(), tokens)
+    logits = models.forward(params, jnp.asarray([tokens]), cfg, loras=stacks, adapters=jnp.asarray([0]))
+    assert np.abs(unadapted - expected).max() > 0.1
     np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
 
 
