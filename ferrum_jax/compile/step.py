@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.changes import Changes, of_tokens
+from ferrum_jax.compile.edits import EditStacks, of_tokens
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
@@ -110,7 +110,7 @@ class StepKey:
     outputs: Outputs = "last"  # returns R logits; "all": logits and scores of all tokens; "scores": those alone
     adapters: bool = False  # whether rows may have a LoRA adapter
     capture: tuple[Point, ...] = ()  # hook points that are returned
-    changes: tuple[Point, ...] = ()  # hook points at which rows may have interventions
+    edits: tuple[Point, ...] = ()  # hook points at which rows may have edits
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +127,7 @@ class StepKey:
     def __str__(self) -> str:
         name = f"step D{self.decode_rows} P{self.blocks}x{self.block_tokens} M{self.table_columns} R{self.logit_rows}"
         name += f" {self.outputs}" * (self.outputs != "last") + " adapters" * self.adapters
-        for what, points in (("capture", self.capture), ("changes", self.changes)):
+        for what, points in (("capture", self.capture), ("edits", self.edits)):
             name += f" {what} {' '.join(f'{point.name}.{point.layer}' for point in points)}" if points else ""
         return name
 
@@ -136,9 +136,9 @@ class StepKey:
         pure = of_leaves(step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
         extra, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
-        if self.changes:
+        if self.edits:
             slots = context.sampler.last_tokens.shape[0]
-            neutral = Changes.neutral(context.cfg, slots, self.changes)
+            neutral = EditStacks.neutral(context.cfg, slots, self.edits)
             extra = [*extra, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), neutral)]
             stacks = [*stacks, WHOLE]
         groups = (PartitionSpec(None, context.kv_axes),) * (bool(self.decode_rows) + bool(self.blocks))
@@ -190,8 +190,8 @@ class PackedStep(Generic[Leaf]):
     blocks: Rows[Leaf] | None  # tokens [P, C]
     decode_slots: Leaf  # [D]: whose token a decode row takes where its own is DEVICE_TOKEN
     block_slots: Leaf  # [P]
-    decode_changes: Leaf  # [D]: row of the interventions; empty where the key has none
-    block_changes: Leaf  # [P]
+    decode_edit_rows: Leaf  # [D]: row of the interventions; empty where the key has none
+    block_edit_rows: Leaf  # [P]
     logit_index: Leaf  # [R]: which of the X tokens
     sample_slots: Leaf  # [R]: slot whose settings choose a token there; one past the last: the choice is dropped
     sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
@@ -201,7 +201,7 @@ class PackedStep(Generic[Leaf]):
 
 def packed_size(key: StepKey) -> int:
     """Elements of the buffer of one step."""
-    per_row = 3 + key.adapters + bool(key.changes) + key.table_columns
+    per_row = 3 + key.adapters + bool(key.edits) + key.table_columns
     rows = 3 * key.logit_rows if key.outputs == "last" else key.logit_rows + 1
     return key.decode_rows * (1 + per_row) + key.blocks * (key.block_tokens + per_row) + rows
 
@@ -215,10 +215,10 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
         at += size
         return buffer[at - size : at]
 
-    groups, slots, changes = [], [], []
+    groups, slots, edit_rows = [], [], []
     for rows, tokens in ((key.decode_rows, 1), (key.blocks, key.block_tokens)):
         slots.append(take(rows))
-        changes.append(take(rows if key.changes else 0))
+        edit_rows.append(take(rows if key.edits else 0))
         if not rows:
             groups.append(None)
             continue
@@ -232,7 +232,7 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
         groups.append(group)
     last, scored = (key.logit_rows, 0) if key.outputs == "last" else (0, key.logit_rows)
     sizes = *[last] * 3, scored, min(scored, 1)
-    return PackedStep(*groups, *slots, *changes, *map(take, sizes))
+    return PackedStep(*groups, *slots, *edit_rows, *map(take, sizes))
 
 
 def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[NDArray[np.int32]]]:
@@ -241,7 +241,7 @@ def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[N
     packed = split(buffer, key)
     packed.sample_slots[:] = num_slots
     packed.block_slots[:] = num_slots
-    packed.decode_changes[:] = packed.block_changes[:] = num_slots
+    packed.decode_edit_rows[:] = packed.block_edit_rows[:] = num_slots
     if key.adapters:
         for group in (packed.decode, packed.blocks):
             if group is not None and group.adapters is not None:
@@ -287,9 +287,9 @@ def step(
     rest = list(extra)
     loras = rest.pop(0) if key.adapters else None
     interventions = {}
-    if key.changes:
-        blocks = jnp.repeat(packed.block_changes, key.block_tokens)
-        interventions = of_tokens(rest.pop(0), jnp.concatenate([packed.decode_changes, blocks]))
+    if key.edits:
+        blocks = jnp.repeat(packed.block_edit_rows, key.block_tokens)
+        interventions = of_tokens(rest.pop(0), jnp.concatenate([packed.decode_edit_rows, blocks]))
     found, kv, captured = family(cfg).forward(
         params,
         kv,

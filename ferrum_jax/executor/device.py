@@ -270,14 +270,14 @@ class DeviceState:
         self._keep_params({})
         self.adapters.stacks = None
 
-    def step(self, key: StepKey, buffer: NDArray[np.int32], *changes: Any) -> StepOutputs:
-        """Begins a step; `changes` are the stacks of interventions, where the key has any."""
+    def step(self, key: StepKey, buffer: NDArray[np.int32], *edits: Any) -> StepOutputs:
+        """Begins a step; `edits` are the stacks of interventions, where the key has any."""
         program, sampled = self.programs.get(key), self._sampler
         assert sampled is not None
         loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
         run = program if not self._hosts.are_several else functools.partial(call, program)
-        begin = functools.partial(run, self._leaves, kv, sampled.last_tokens, buffer, *loras, *changes)
+        begin = functools.partial(run, self._leaves, kv, sampled.last_tokens, buffer, *loras, *edits)
         begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
             with jax.transfer_guard_host_to_device("allow"):  # what `call` does, without the cost of its frame

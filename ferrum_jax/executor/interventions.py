@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.changes import Changes, tail_of
+from ferrum_jax.compile.edits import EditStacks, tail_of
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import (
@@ -130,24 +130,24 @@ class BoundInterventions:
         by_row = {one.row: one.edits for one in self._bound.values()}
         return tuple(sorted({point for row in rows for point in by_row.get(row, {})}))
 
-    def stacks_of(self, points: tuple[Point, ...]) -> Changes[jax.Array]:
+    def stacks_of(self, points: tuple[Point, ...]) -> EditStacks[jax.Array]:
         """Returns the stacked edits at some points, on the device; uploads them if a binding has changed."""
         if points not in self._stacks:
             self._stacks[points] = self.placed.placement.put(self._stacked(points))
         return self._stacks[points]
 
     @np.errstate(over="ignore")  # products of two edits in float64 may go beyond float32, as on the device
-    def _stacked(self, points: tuple[Point, ...]) -> Changes[NDArray[Any]]:
-        changes = Changes.neutral(self.cfg, self.max_seqs, points)
+    def _stacked(self, points: tuple[Point, ...]) -> EditStacks[NDArray[Any]]:
+        stacks = EditStacks.neutral(self.cfg, self.max_seqs, points)
         for one in self._bound.values():
-            changes.spans[one.row] = one.start, one.stop
+            stacks.spans[one.row] = one.start, one.stop
             for point, edit in one.edits.items():
-                if point in changes.scale:
+                if point in stacks.scale:
                     if edit.scale is not None:
-                        changes.scale[point][one.row] = edit.scale
+                        stacks.scale[point][one.row] = edit.scale
                     if edit.add is not None:
-                        changes.add[point][one.row] = edit.add
-        return changes
+                        stacks.add[point][one.row] = edit.add
+        return stacks
 
     def _check(self, given: Mapping[Any, Any]) -> dict[Point, Edit[NDArray[Any]]]:
         if self.is_shared:

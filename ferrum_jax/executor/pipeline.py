@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile import planner, step
 from ferrum_jax.compile.block_programs import CopyKey
-from ferrum_jax.compile.changes import Changes
+from ferrum_jax.compile.edits import EditStacks
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import MaskKey, SlotSettings, read_only_slots
@@ -93,7 +93,7 @@ class PlannedBatch(NamedTuple):
     tokens: Sequence[NDArray[np.int32]]  # the tokens to compute, of each row
     starts: Sequence[int]  # position of each row's first token to compute
     uses: list[int]  # each row's index in the stacks of adapters
-    changes: list[int]  # each row's index in the stacks of interventions; empty if no sequence has any
+    edit_rows: list[int]  # each row's index in the stacks of interventions; empty if no sequence has any
     captures: Sequence[tuple[Point, ...]]  # each row's hook points
     masked: bool  # whether any output has a mask
     transaction: KvTransaction
@@ -192,8 +192,8 @@ class Pipeline:
                 for one, count, points in zip(outputs, counts, captures, strict=True)
             ]
         uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
-        changes = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
-        bound = list(map(self.owner_of, cache_ids)) if used or changes else None
+        edit_rows = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
+        bound = list(map(self.owner_of, cache_ids)) if used or edit_rows else None
         transaction = KvTransaction(self.table, cache_ids, tokens, reusable, bound)
         reused = transaction.reused()
         if any(reused):
@@ -210,17 +210,17 @@ class Pipeline:
             plans = [planner.capturing(one, captures) for one in plans]
         if used:
             plans = [_adapted(one, uses) for one in plans]
-        plans = [self._changed(one, changes) for one in plans]
+        plans = [self._with_edits(one, edit_rows) for one in plans]
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
-        for one in (*plans, *(again for _, again in recompute)) if changes else ():
-            self._edits(one)  # uploads new interventions now, where a failure changes nothing
+        for one in (*plans, *(again for _, again in recompute)) if edit_rows else ():
+            self._edit_stacks(one)  # uploads new interventions now, where a failure changes nothing
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
         masked = SampledToken in kinds and has_masks(outputs)
         chained = chained_keys(outputs, plans, buckets, masked=masked)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
-            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, captures, masked, transaction,
+            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, edit_rows, captures, masked, transaction,
             plans, recompute,
         )  # fmt: skip
 
@@ -238,7 +238,7 @@ class Pipeline:
                 planned.starts,
                 cast(list[CachedSequence], transaction.lives),
                 planned.uses,
-                planned.changes,
+                planned.edit_rows,
                 planned.captures,
             )
             for live, one in zip(rows.lives, outputs, strict=True) if planned.kinds & WITH_SETTINGS else ():
@@ -248,7 +248,7 @@ class Pipeline:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
-                begun = self.device.step(plan.key, buffer, *self._edits(plan))
+                begun = self.device.step(plan.key, buffer, *self._edit_stacks(plan))
                 if planned.masked and at == 0:  # masks are computed while the model runs: only the sampler needs them
                     self._write_masks(rows)
                 pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted, self.plan.buckets))
@@ -331,7 +331,7 @@ class Pipeline:
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
             buffer, _ = self._pack_step(plan, rows)
-            self.device.wait(self.device.step(plan.key, buffer, *self._edits(plan)).rows)
+            self.device.wait(self.device.step(plan.key, buffer, *self._edit_stacks(plan)).rows)
         for live in recompute[0][0].lives if recompute else ():
             self.table.recomputed(live)
 
@@ -369,16 +369,16 @@ class Pipeline:
         """Returns the key of a sequence's prefixes: its adapter, None without one, or PRIVATE with interventions."""
         return self.adapters.of(cache_id) if self.interventions.of(cache_id) is None else PRIVATE
 
-    def _edits(self, plan: StepPlan) -> list[Changes[jax.Array]]:
+    def _edit_stacks(self, plan: StepPlan) -> list[EditStacks[jax.Array]]:
         """Returns the stacks of interventions that a step takes, if any."""
-        return [self.interventions.stacks_of(plan.key.changes)] if plan.key.changes else []
+        return [self.interventions.stacks_of(plan.key.edits)] if plan.key.edits else []
 
-    def _changed(self, plan: StepPlan, changes: Sequence[int]) -> StepPlan:
+    def _with_edits(self, plan: StepPlan, edit_rows: Sequence[int]) -> StepPlan:
         """Returns the plan with the hook points at which its rows have interventions, if any."""
-        if not changes:
+        if not edit_rows:
             return plan
-        points = self.interventions.points_of([changes[piece.row] for piece in (*plan.decodes, *plan.blocks)])
-        return replace(plan, key=replace(plan.key, changes=points)) if points else plan
+        points = self.interventions.points_of([edit_rows[piece.row] for piece in (*plan.decodes, *plan.blocks)])
+        return replace(plan, key=replace(plan.key, edits=points)) if points else plan
 
     def _pack_step(self, plan: StepPlan, rows: ActiveRows) -> tuple[NDArray[np.int32], list[int]]:
         """Returns a step's buffer, and the rows that want an output, in the order of `StepPart.wanted`."""
@@ -391,12 +391,12 @@ class Pipeline:
             indices = list(range(count))
             packed.decode.tokens[:count, 0] = np.concatenate([tokens[row] for row in wanted])
             packed.decode_slots[:count] = rows.slots[members]
-            if key.changes:
-                packed.decode_changes[:count] = [rows.changes[row] for row in wanted]
+            if key.edits:
+                packed.decode_edit_rows[:count] = [rows.edit_rows[row] for row in wanted]
         if packed.blocks is not None:
             members = self._pack(packed.blocks, plan.columns[1], rows).tolist()
-            if key.changes:
-                packed.block_changes[: len(members)] = [rows.changes[row] for row in members]
+            if key.edits:
+                packed.block_edit_rows[: len(members)] = [rows.edit_rows[row] for row in members]
             for at, (row, start, size) in enumerate(plan.blocks):
                 packed.blocks.tokens[at, :size] = tokens[row][start : start + size]
                 if key.outputs != "last" or start + size == len(tokens[row]):
@@ -465,11 +465,11 @@ class Pipeline:
                 "that its next token sees: release it"
             )
         names, lives, uses = zip(*again, strict=True)
-        changes = list(map(self.interventions.row_of, names)) if self.interventions.are_used else []
+        edit_rows = list(map(self.interventions.row_of, names)) if self.interventions.are_used else []
         tokens = [np.array(one.tokens, np.int32) for one in lives]
-        members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses, changes)
+        members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses, edit_rows)
         plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)
-        return [(members, self._changed(_adapted(one, uses), changes)) for one in plans]
+        return [(members, self._with_edits(_adapted(one, uses), edit_rows)) for one in plans]
 
 
 def _divided(output: Output, count: int) -> tuple[int, int, int]:

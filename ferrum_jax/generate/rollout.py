@@ -172,17 +172,17 @@ def generate_fn(
     check_range("lengths", lengths, 1, tokens.shape[1])
     check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
-    changes = check_interventions(interventions, cfg)
+    checked = check_interventions(interventions, cfg)
     if steering is not None:
-        changes = steered(jnp.asarray(steering), changes, cfg, ())
+        checked = steered(jnp.asarray(steering), checked, cfg, ())
     cfg = cfg.reaching(length + max_tokens)
-    given = _Arrays(params, kv, tokens, lengths, seeds, edits_of(changes))
+    given = _Arrays(params, kv, tokens, lengths, seeds, edits_of(checked))
     mesh = explicit_mesh(given)
     if mesh is None and sharding is not None and explicit_axes(sharding.mesh.abstract_mesh):
         mesh = sharding.mesh.abstract_mesh
     rows = (*(partition_of(tokens) if sharding is None else sharding.spec), None)[0]
     compute = partial(
-        _generate, changes, cfg, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids, attention=attention
+        _generate, checked, cfg, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids, attention=attention
     )
     needed = batch, length + max_tokens
     if kv is not None:
@@ -195,7 +195,7 @@ def generate_fn(
         axes = rows if isinstance(rows, tuple) else (rows,)
         _check_blocks(kv, *needed, math.prod(over.shape[axis] for axis in axes))
         by_row, of_kv = PartitionSpec(rows), PartitionSpec(None, rows)
-        own = (partitions_of_edit(point, edit, rows, batch) for point, edit in zip(changes, given.edits, strict=True))
+        own = (partitions_of_edit(point, edit, rows, batch) for point, edit in zip(checked, given.edits, strict=True))
         compute = jax.shard_map(
             compute,
             mesh=None if mesh is not None or sharding is None else sharding.mesh,
@@ -230,7 +230,7 @@ def _generate(
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Generates all rows or, inside a `shard_map`, the rows of one device."""
     params, kv, tokens, lengths, seeds, edits = vary_alike(*given)
-    changes = with_edits(interventions, edits)
+    interventions = with_edits(interventions, edits)
     batch, length = tokens.shape
     if kv is None:
         kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
@@ -243,7 +243,7 @@ def _generate(
 
     def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
         step = Batch(groups=(group,), logit_rows=wanted)
-        edits = rows_as_tokens(changes, *group.tokens.shape)
+        edits = rows_as_tokens(interventions, *group.tokens.shape)
         logits, kv, _ = family(cfg).forward(params, kv, step, cfg, attention=attention, interventions=edits)
         return logits, kv
 

@@ -279,12 +279,12 @@ class Scheduler:
 
     def _bind(self, request: Request) -> bool:
         """Binds adapter and interventions to the sequence of a request before its first row; False if it cannot run."""
-        changes = request.interventions
+        asked = request.interventions
         try:
             if request.adapter is not None:
                 self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
-            if changes is not None and isinstance(self.model, ModelRunner):
-                self.model.set_interventions(request.cache_id, changes.edits, start=changes.start, stop=changes.stop)
+            if asked is not None and isinstance(self.model, ModelRunner):
+                self.model.set_interventions(request.cache_id, asked.edits, start=asked.start, stop=asked.stop)
         except ResourceExhaustedError as problem:  # every adapter row is in use: wait while others run
             if not any(one.num_read or one.is_bound for one in self._running):
                 self._fail([request], problem)

@@ -163,10 +163,10 @@ def run(
     if loras is not None:
         check_stacks(loras, cfg)
     batch, length = tokens.shape
-    changes = check_interventions(interventions, cfg)
-    check_points([point for point in changes if point.layer is not None], cfg, first if isinstance(first, int) else 0)
+    checked = check_interventions(interventions, cfg)
+    check_points([point for point in checked if point.layer is not None], cfg, first if isinstance(first, int) else 0)
     if steering is not None:
-        changes = steered(jnp.asarray(steering), changes, cfg, (batch, length, cfg.hidden_size))
+        checked = steered(jnp.asarray(steering), checked, cfg, (batch, length, cfg.hidden_size))
     if adapters is not None:
         adapters = as_integers("adapters", adapters)
         check_shape("adapters", adapters, "[B]", (batch,))
@@ -176,10 +176,10 @@ def run(
     cfg = cfg.reaching(length)
     wanted = _logit_positions(logits, batch, length)
     traced = None if isinstance(first, int) else first
-    given = _Arrays(params, tokens, inputs_embeds, loras, adapters, edits_of(changes), wanted, traced)
+    given = _Arrays(params, tokens, inputs_embeds, loras, adapters, edits_of(checked), wanted, traced)
 
     def compute(given: _Arrays) -> tuple[jax.Array, dict[Point, jax.Array]]:
-        return _compute(given, with_edits(changes, given.edits), cfg, points, first, attention, remat)
+        return _compute(given, with_edits(checked, given.edits), cfg, points, first, attention, remat)
 
     row, position = (*partition_of(tokens), None, None)[:2]
     captured = {

@@ -121,7 +121,7 @@ def test_a_sweep_over_points_compiles_no_step_for_a_part_of_them(new_runner: Mak
         check(params, llm.generate(prompts, each, interventions=sweep), sweep, captured=False)
         found = llm.generate(prompts[::-1], each, interventions=sweep[::-1])
         check(params, found, sweep[::-1], captured=False)
-        sets = {key.changes for key in runner._programs._steps if isinstance(key, StepKey)}
+        sets = {key.edits for key in runner._programs._steps if isinstance(key, StepKey)}
     every = {Point("resid_post", 0), Point("z", 1), Point("mlp_out", 0)}
     assert sets == {(), tuple(sorted(every))}
 

@@ -18,7 +18,7 @@ Leaf = TypeVar("Leaf")
 
 
 @flax.struct.dataclass
-class Changes(Generic[Leaf]):
+class EditStacks(Generic[Leaf]):
     """The stacked edits of sequences' tokens; row S, one past the last slot, changes nothing."""
 
     spans: Leaf  # int32 [S + 1, 2]: first position that is changed, and one past the last
@@ -26,10 +26,10 @@ class Changes(Generic[Leaf]):
     add: dict[Point, Leaf]
 
     @staticmethod
-    def neutral(cfg: ModelConfig, num_slots: int, points: tuple[Point, ...]) -> "Changes[NDArray[Any]]":
+    def neutral(cfg: ModelConfig, num_slots: int, points: tuple[Point, ...]) -> "EditStacks[NDArray[Any]]":
         """Returns stacks that change nothing, to be filled in."""
         tails = {point: tail_of(point, cfg) for point in points}
-        return Changes(
+        return EditStacks(
             spans=np.zeros((num_slots + 1, 2), np.int32),
             scale={point: np.ones((num_slots + 1, *shape), dtype) for point, (shape, dtype) in tails.items()},
             add={point: np.zeros((num_slots + 1, *shape), dtype) for point, (shape, dtype) in tails.items()},
@@ -62,16 +62,16 @@ def tail_of(point: Point, cfg: ModelConfig) -> tuple[tuple[int, ...], Any]:
 
 
 def of_tokens(
-    changes: Changes[jax.Array], rows: Int[Array, " X"]
+    stacks: EditStacks[jax.Array], rows: Int[Array, " X"]
 ) -> dict[Point, Callable[[jax.Array, jax.Array], jax.Array]]:
     """Returns the function to apply at each point, given every token's row of the stacks."""
 
     def at(point: Point) -> Callable[[jax.Array, jax.Array], jax.Array]:
         def change(x: jax.Array, positions: jax.Array) -> jax.Array:
-            edit, spans = Edit(scale=changes.scale[point][rows], add=changes.add[point][rows]), changes.spans[rows]
+            edit, spans = Edit(scale=stacks.scale[point][rows], add=stacks.add[point][rows]), stacks.spans[rows]
             here = (positions >= spans[:, 0]) & (positions < spans[:, 1])
             return jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), edited(x, edit), x)
 
         return change
 
-    return {point: at(point) for point in changes.scale}
+    return {point: at(point) for point in stacks.scale}
