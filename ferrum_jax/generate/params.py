@@ -231,7 +231,8 @@ class RequestOutput:
     token the version of the weights that chose it: the runner's `params_version`, which every `set_params` and
     `set_lora` increases. An answer that a change of weights ended has the reason `abort`. A finished answer has in
     `captured` the arrays at the hook points asked for, `[n, ...]`: n counts the tokens of prompt and answer except the
-    last, which no step has computed.
+    last, which no step has computed. They are of the step that chose the next token, so of the weights of its version,
+    even if the tokens were recomputed since; an answer that ended before its first token has fewer or none.
     """
 
     prompt_token_ids: list[int]

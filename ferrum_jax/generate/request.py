@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
+from ferrum_jax.executor.batch import SampledToken, ScheduledRow, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import REPLACEMENT, Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
@@ -46,7 +46,8 @@ class Request:
     interventions: Interventions | None = None
     capture: tuple[Point, ...] = ()
     priority: int = 0  # lower ones go first
-    captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step that it was in
+    captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step, in order
+    num_captured: int = 0  # positions whose captures it has
     form: AnswerForm | None = None  # of the answer
     bad_words: list[list[int]] = field(default_factory=list)  # token sequences that the answer must not complete
     text_prompt: str | None = None
@@ -128,8 +129,7 @@ class Request:
 
     def can_share(self, position: int) -> bool:
         """True once the positions before `position` are filled, so that others can fork there."""
-        captured = sum(len(next(iter(one.values()))) for one in self.captured)
-        return self.num_read >= position and (not self.capture or captured >= position)
+        return self.num_read >= position and (not self.capture or self.num_captured >= position)
 
     @property
     def num_unscored(self) -> int:
@@ -316,7 +316,7 @@ class Request:
         self.count_cached(0, self.fork_position, self.fork_position)
         if self.capture:
             joined = other.captured_points(self.num_read)
-            self.captured = [joined] if self.num_read else []
+            self.captured, self.num_captured = [joined] if self.num_read else [], self.num_read
         if self.score_from is not None and self.num_unscored:
             count = max(0, self.fork_position + 1 - self.score_from)
             self.scores, self.greedy_ids = other.scores[:count], other.greedy_ids[:count]
@@ -330,9 +330,12 @@ class Request:
             self.error = CancelledError(f"{self.request_id!r} was ended by a change of weights")
 
     def restart(self) -> None:
-        """Begins again with an empty KV; keeps the generated tokens, and the scores if they are complete."""
-        self.num_read, self.num_in_flight, self.has_scores_in_flight, self.captured = 0, 0, False, []
-        self.is_bound = False
+        """Begins again with an empty KV; keeps the generated tokens, their captures, and the scores if complete."""
+        self.num_read, self.num_in_flight, self.has_scores_in_flight, self.is_bound = 0, 0, False, False
+        if not self.choices:
+            self.captured, self.num_captured = [], 0
+        elif self.capture:  # perhaps of other weights than those of the recomputed KV: nobody forks from it any more
+            self.group = ""
         self.forget_settings()
         if self.num_unscored:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
@@ -391,6 +394,13 @@ class Request:
         except Exception:  # noqa: BLE001  of any kind: the function is the caller's
             _log.exception("notify of request %r failed", self.request_id)
 
+    def take_captured(self, row: ScheduledRow, points: dict[Point, NDArray[Any]]) -> None:
+        """Adds the captures of a row; recomputed positions keep those of the step that chose the next token."""
+        known, end = self.num_captured - row.start, row.start + row.num_tokens
+        if end > self.num_captured:
+            self.captured.append({point: array[known:] for point, array in points.items()})
+            self.num_captured = end
+
     def captured_points(self, count: int) -> dict[Point, NDArray[Any]]:
         """Returns the captures of its first `count` tokens, by point."""
         return {point: np.concatenate([one[point] for one in self.captured])[:count] for point in self.capture}
@@ -421,7 +431,6 @@ class Request:
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             weight_versions=self.versions[:count],
-            # all tokens but the last, which no step has computed; fewer if the request failed
             captured=self.captured_points(begin + count - 1) if self.captured and reason is not None else {},
             time_to_first_token=self.first_token_after,
             error=error,

@@ -18,6 +18,7 @@ from ferrum_jax.contract import DecoderOnlyLLM
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models import Edit, replace_with
 from ferrum_jax.models.hooks import Point, edited
 from ferrum_jax.models.specs import ParamTree
@@ -231,6 +232,58 @@ def test_a_change_of_weights_and_a_reset_keep_interventions(runner: ModelRunner,
         while not all(one.is_done for one in requests):
             time.sleep(0.001)
         check(params, [one.output() for one in requests], EACH)
+
+
+@pytest.mark.parametrize("live", ["recompute", "keep"])
+@pytest.mark.parametrize("num_answers", [1, 9])
+def test_captures_are_of_the_weights_that_chose_the_next_token(
+    live: LivePolicy, num_answers: int, runner: ModelRunner, params: ParamTree
+):
+    """Also where tokens are recomputed under new weights, and where more answers begin with a prompt that was."""
+    llm, after = LLM.from_model(runner, max_rows=4), jax.tree.map(lambda leaf: leaf * 0.9, params)
+    try:
+        everyone = llm.group(PROMPTS[0], replace(PARAMS, n=num_answers), None, None, POINTS)
+        request, scheduler = everyone[0], llm.engine.scheduler
+        scheduler.submit(request)
+        while len(request.choices) < 5:
+            scheduler.step()
+        scheduler.update(params_update(runner, after, live))
+        scheduler.step()
+        if live == "keep":
+            scheduler.reset()  # loses the KV, so that it is recomputed
+        while scheduler.has_work:
+            scheduler.step()
+    finally:
+        runner.set_params(params)
+    outs = [one.output() for one in everyone]
+    new = max(outs[0].weight_versions)
+    assert {min(out.weight_versions) for out in outs} == ({new - 1} if num_answers == 1 else {new - 1, new})
+    for out in outs:
+        old = len(out.prompt_token_ids) - 1 + out.weight_versions.count(new - 1)
+        before = old if new - 1 in out.weight_versions else 0  # rows whose next token the old weights chose
+        for point in POINTS:
+            assert len(out.captured[point]) == len(out.prompt_token_ids) + len(out.token_ids) - 1
+            for weights, rows in ((params, slice(0, before)), (after, slice(before, None))):
+                expected = forward(weights, out, None)[1][point][:-1]
+                np.testing.assert_allclose(out.captured[point][rows], expected[rows], rtol=RELATIVE, atol=TOLERANCE)
+
+
+def test_a_preempted_answer_that_is_aborted_keeps_its_captures(new_runner: MakeRunner, params: ParamTree):
+    with new_runner(prefix_cache=True, kv_blocks=9) as runner:
+        llm = LLM.from_model(runner, max_rows=4)
+        requests = [llm.request([2, at], replace(PARAMS, max_tokens=30), None, None, POINTS) for at in range(4)]
+        scheduler = llm.engine.scheduler
+        for one in requests:
+            scheduler.submit(one)
+        while not any(one.preemptions for one in requests):
+            scheduler.step()
+        scheduler.update(params_update(runner, params, "abort"))
+        scheduler.step()
+        outs = [one.output() for one in requests]
+        assert not scheduler.has_work
+    assert [out.finish_reason for out in outs] == ["abort"] * 4
+    assert any(out.preemptions for out in outs)
+    check(params, outs, [None] * 4)
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_starts(runner: ModelRunner):
