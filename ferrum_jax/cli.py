@@ -354,3 +354,7 @@ def devices() -> None:
         if device.platform == "cpu":
             found = native.library()
             print(f"{'':8} kernels: {native.instruction_set() or f'none, XLA computes everything: {found}'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,16 @@
 import errno
 import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import ferrum_jax
@@ -193,4 +198,28 @@ def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("ferrum_jax.conversion._copy_beside", stop)
     with pytest.raises(KeyboardInterrupt):
         ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_interrupt_while_orbax_writes_waits_for_its_threads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    main, ends = threading.get_ident(), ocp.StandardCheckpointHandler.finalize
+    threads, was_called = set(threading.enumerate()), []
+
+    def finalize(self: Any, *given: Any) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)
+        ends(self, *given)
+        was_called.append(True)
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", finalize)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert was_called
+    assert set(threading.enumerate()) <= threads
     assert list(tmp_path.iterdir()) == [folder]

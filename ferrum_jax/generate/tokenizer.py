@@ -36,6 +36,7 @@ GENERATION = "generation_config.json"
 _HF_SETTINGS = {one.name: one.name for one in dataclasses.fields(Sampling)}  # names there, by our own
 _GGUF_SETTINGS = {name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")}
 _GGUF_SETTINGS |= {"temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat"}
+_LONG = 1 << 14  # characters or ids, of which the tokenizer takes some 20 ms
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -168,6 +169,8 @@ class Tokenizer:
             add_special_tokens: also add the special tokens that the model expects around a text.
         """
         try:
+            if len(text) > _LONG:  # as a batch: other threads run meanwhile
+                return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             wrong = re.search("[\ud800-\udfff]", text) if isinstance(text, str) else None
@@ -178,6 +181,8 @@ class Tokenizer:
         """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""
         try:
             if not self.prefixes_runs:
+                if len(ids) > _LONG:
+                    return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             texts: list[str] = []
             for added, run in itertools.groupby(ids, self.added.get):

@@ -183,8 +183,8 @@ def values_dtype(weight: QuantisedWeight) -> str:
 def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:
     """Looks up rows `ids` `[X]` of a weight `[V, D]`: `[X, D]`; a quantised weight is dequantised to `dtype`."""
     if isinstance(weight, QuantisedWeight):
-        return dequantise_weight(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
-    return weight[ids]
+        return dequantise_weight(jax.tree.map(lambda leaf: jnp.asarray(leaf)[ids], weight), dtype)
+    return jnp.asarray(weight)[ids]
 
 
 def is_quantised(leaf: Any) -> bool:

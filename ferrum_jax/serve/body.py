@@ -42,6 +42,7 @@ async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Re
     Other media types are refused because a browser sends some of them to any site without a CORS preflight.
     """
     body = await read_body(http, service.settings.max_body_bytes, service.settings.max_seconds)
+    http.scope["ferrum.body_bytes"] = len(body)
     media = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json" and not (media == "" and not body):
         raise ApiError(415, f"the content type is {media[:80]!r}, expected application/json")

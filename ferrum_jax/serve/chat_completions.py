@@ -22,6 +22,7 @@ from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
 from ferrum_jax.serve.tools.forms import call_form, special_tokens
+from ferrum_jax.serve.tools.json_call import is_complete
 
 
 async def chat(service: Service, http: HttpRequest) -> ASGIApp:
@@ -154,9 +155,9 @@ class _Reader:
         return told
 
     def _has_whole_calls(self) -> bool:
-        """Whether there are calls, of which no stop text has cut off the last."""
+        """Whether there are calls, and the end of the answer has not cut off the last."""
         calls = self._parsed.calls
-        return bool(calls) and (not self.choice.request.watcher.found or calls[-1].is_whole)
+        return bool(calls) and is_complete(calls[-1].arguments)
 
     def whole(self) -> dict[str, Any]:
         """Returns the whole answer."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,8 +22,10 @@ from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
 UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
+LONG_BODY = 1 << 18  # bytes: the prompts of longer ones take some 300 ms to become tokens
 LONG = 1000  # tokens: longer prompts and answers are written in another thread
 DONE = b"data: [DONE]\n\n"
+_LINE_END = re.compile(b"\xc2\x85|\xe2\x80[\xa8\xa9]")
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
 
@@ -50,7 +53,8 @@ async def begin(
     stack.callback(service.callers.discard, caller)
     name = None if adapter is None else adapter.name
     await stack.enter_async_context(service.admission.admit(count, name, caller))
-    groups = await caller.wait_for(service.run(make, adapter, slow=body.is_slow))
+    is_slow = body.is_slow or http.scope["ferrum.body_bytes"] > LONG_BODY
+    groups = await caller.wait_for(service.run(make, adapter, slow=is_slow))
     answers = await stack.enter_async_context(Answers(service.llm, groups, caller, service.wakeups()))
     service.live.add(answers)
     stack.callback(service.forget, answers)
@@ -107,8 +111,11 @@ class UsageChunks:
 
 
 def event(value: Any) -> bytes:
-    """Returns one server-sent event."""
-    return b"data: " + dump(value) + b"\n\n"
+    """Returns one server-sent event, without characters at which some clients end a line (U+0085, U+2028, U+2029)."""
+    data = dump(value)
+    if _LINE_END.search(data):
+        data = _LINE_END.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), data)
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.detokenize import REPLACEMENT
 from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.serve.schema import finite
 
@@ -41,6 +42,7 @@ class TextLogprobs:
         self._vocabulary, self._by_id, self._has_special = vocabulary, by_id, has_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self._is_open = False  # the prompt ends inside a character, which its text shows as U+FFFD
 
     def report(
         self,
@@ -58,7 +60,7 @@ class TextLogprobs:
         told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for at, (token, logprob, top) in enumerate(entries):
             if at == num_echoed > 0:
-                self._offset = len(echo)
+                self._offset, self._is_open = len(echo), bool(self._decoder.getstate()[0])
             text = self._vocabulary.text_of(token, by_id=self._by_id)
             told["tokens"].append(text)
             told["token_logprobs"].append(None if logprob is None else finite(logprob))
@@ -78,9 +80,13 @@ class TextLogprobs:
 
     def _length(self, token: int, echo: str | None) -> int:
         """Returns how many characters a token completes in the text; for the prompt, in its text `echo`."""
+        if echo is None and not self._has_special and self._vocabulary.is_special(token):
+            return 0
         piece = self._decoder.decode(self._vocabulary.of(token))
         if echo is None:
-            return len(piece) if self._has_special or not self._vocabulary.is_special(token) else 0
+            is_shown = self._is_open and piece.startswith(REPLACEMENT)  # the answer did not complete that character
+            self._is_open = self._is_open and not piece
+            return len(piece) - is_shown
         if echo.startswith(piece, self._offset):
             return len(piece)
         if self._vocabulary.is_special(token):  # the tokenizer puts it before a text

@@ -252,7 +252,8 @@ def _shards(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise NotFoundError(f"{folder} holds no {WHOLE} and no {INDEX}")
+        pickled = "; its .bin files are not read: save the model as safetensors" * any(folder.glob("*.bin"))
+        raise NotFoundError(f"{folder} holds no {WHOLE} and no {INDEX}{pickled}")
     if len(found) > 1:
         raise NotFoundError(f"{folder} holds {len(found)} safetensors files but no {INDEX}")
     return found

@@ -70,9 +70,15 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
     formats = {name: dataclasses.asdict(form) for name, form in formats_of(params).items()}
     stored = _stored(params)
     pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), stored)
-    with writing(folder):
+
+    def write() -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / PARAMS, stored, save_args=pieces)
+
+    with writing(folder):
+        # A pool, whose end an interrupt waits for: Orbax's threads would write on in a folder that the caller removes.
+        with ThreadPoolExecutor(1, "checkpoint") as pool:
+            pool.submit(write).result()
         (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder / PARAMS), indent=1), encoding="utf-8")
         text = json.dumps(dataclasses.asdict(cfg) | ({QUANTISED: formats} if formats else {}), indent=1)
         (folder / f"{CONFIG}.part").write_text(text, encoding="utf-8")

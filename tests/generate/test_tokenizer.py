@@ -697,6 +697,17 @@ def test_ids_and_text_out_of_range_are_refused(tmp_path: Path):
     assert tokenizer.decode([9999]) == ""
 
 
+def test_long_texts_have_the_ids_of_short_ones(smollm2: Tokenizer):
+    piece = "".join(text for text, _ in SMOLLM2_PAIRS) + "\n"
+    ids = smollm2.encode(piece)
+    assert smollm2.encode(piece * 200) == ids * 200  # no token of its goes over the end of a line
+    assert smollm2.decode(ids * 200) == smollm2.decode(ids) * 200
+    with pytest.raises(TokenizerError, match=r"valid Unicode, found 'b{20}.ud800c'"):
+        smollm2.encode("b" * 80_000 + "\ud800c")
+    with pytest.raises(TokenizerError, match=r"\[-1, -1"):
+        smollm2.decode([-1] * 80_000)
+
+
 def test_templates_see_the_tokens_that_a_tokenizer_names(tmp_path: Path):
     template = "{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ messages[0].content }}{{ eos_token }}"
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -110,6 +110,18 @@ def test_gradients_per_example_by_vmap_sum_to_the_gradient_of_the_batch():
         np.testing.assert_allclose(leaf.sum(axis=0), whole[name], rtol=0, atol=1e-4 * scale, err_msg=name)
 
 
+@pytest.mark.usefixtures("unchecked")  # whose annotations name JAX's arrays
+@pytest.mark.parametrize("quantised", [False, True])
+def test_parameters_in_numpys_arrays_may_be_closed_over(quantised: bool):
+    params, cfg = model_of("one_layer")
+    if quantised:
+        params = models.quantise(params, cfg, "int8")
+    expected = run(params, tokens := tokens_of("one_layer"), cfg)
+    of_numpy: Any = jax.tree.map(np.asarray, params)
+    found = jax.jit(lambda tokens: models.forward(of_numpy, tokens, cfg))(tokens)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
 def test_given_embeddings_take_the_place_of_the_tokens_own():
     name = "one_layer"
     (params, cfg), tokens = model_of(name), tokens_of(name)

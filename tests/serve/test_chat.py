@@ -13,7 +13,7 @@ import pytest
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.serve.server import RunningServer
 from tests.serve.conftest import async_client
-from tests.serve.models import Scripted
+from tests.serve.models import Scripted, characters
 from tests.serve.test_completions import TOLERANCE
 
 HI: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -297,13 +297,19 @@ def test_calls_are_told_whole_and_in_parts(scripted: Start):
     assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
 
 
-def test_a_call_that_a_stop_text_cuts_off_is_no_call_to_follow(scripted: Start):
+def test_a_call_that_the_end_cuts_off_is_no_call_to_follow(scripted: Start):
     model, client, _ = scripted(TOOL_TEMPLATE)
     model.says(CALLS)
     ask: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
     (cut,) = client.chat.completions.create(**ask, stop=["Bern", "never there"]).choices
     assert (cut.finish_reason, cut.model_extra) == ("stop", {"stop_reason": "Bern"})
     assert client.chat.completions.create(**ask, stop=["</tool"]).choices[0].finish_reason == "tool_calls"
+    (letter,) = characters().encode("B")
+    (cut,) = client.chat.completions.create(**ask, extra_body={"stop_token_ids": [letter]}).choices
+    assert (cut.finish_reason, cut.model_extra) == ("stop", {"stop_reason": letter})
+    assert cut.message.tool_calls[0].function.arguments == '{"city": "'
+    model.says(CALLS[: CALLS.index("Bern")])
+    assert client.chat.completions.create(**ask).choices[0].finish_reason == "stop"
 
 
 def test_a_call_that_is_cut_off_ends_with_length(scripted: Start):

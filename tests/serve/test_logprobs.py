@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.logprobs import TextLogprobs, chat_logprobs
@@ -72,6 +73,27 @@ def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tok
     starts = [0, 0, 1, 1, 2, 2, 2, 3]  # of the end's mark, which no text shows, a, ü, 世 and b
     assert found["text_offset"] == [*starts, 4, 4]
     assert len(ids) == 7
+
+
+@pytest.mark.parametrize("answer", ["b", "rest", "mark rest", "mark b", "first b", "first mark b"])
+def test_offsets_end_where_the_text_does_after_incomplete_characters(answer: str):
+    """After a prompt that ends inside a character, and after marks that the text does not show."""
+    tokenizer = byte_level()
+    (end,), (b,) = tokenizer.encode("<end>"), tokenizer.encode("b", add_special_tokens=False)
+    first, *rest = tokenizer.encode("世", add_special_tokens=False)
+    prompt, ids = [b, first], []
+    for part in answer.split():
+        ids += {"b": [b], "rest": rest, "mark": [end], "first": [first]}[part]
+    detokenizer = Detokenizer(tokenizer, prompt)
+    text = "".join(map(detokenizer.push, ids))
+    assert text + detokenizer.flush() == text
+    echo = tokenizer.decode(prompt)
+    entries: Any = [(one, None, None) for one in (*prompt, *ids, b)]
+    found = TextLogprobs(TokenBytes(tokenizer), by_id=False, has_special=False).report(
+        entries, with_top=False, echo=echo, num_echoed=2
+    )
+    assert found["text_offset"][2] == len(echo)
+    assert found["text_offset"][-1] == len(echo + text)
 
 
 def test_minus_infinity_is_told_as_a_number_and_the_likeliest_of_one_text():

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ferrum_jax.serve.chat_schema import MAX_MESSAGES, MAX_TOOLS, NOT_SERVED, ChatBody
 from ferrum_jax.serve.errors import ApiError
+from ferrum_jax.serve.generation import event
 from ferrum_jax.serve.schema import (
     LONGEST_TEXT,
     MAX_ALLOWED_IDS,
@@ -101,3 +102,10 @@ def test_requests_that_take_long_to_make_are_slow():
     assert not is_slow(bad_words=["a"] * 50, allowed_token_ids=[1] * 50)
     assert is_slow(bad_words=["a"] * 50, allowed_token_ids=[1] * 51)
     assert is_slow(structured_outputs={"regex": "a"})
+
+
+def test_an_event_has_no_end_of_a_line_but_its_own():
+    value = {"text": "a\u2028b\x85c\u2029d\r\n\x0b\x1c"}
+    told = event(value)
+    assert told.decode().splitlines() == [told[:-2].decode(), ""]
+    assert json.loads(told.removeprefix(b"data: ")) == value

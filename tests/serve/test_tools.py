@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.serve.tools.choice import FORMATS, choose_format
 from ferrum_jax.serve.tools.events import Arguments, Call, CallBegin, Content, Parsed
+from ferrum_jax.serve.tools.json_call import is_complete
 
 NAMES = {"get_weather", "f"}
 ARGUMENTS = '{"city": "Zü}ri\\"ch", "days": [1, {"a": null}]}'
@@ -34,6 +35,8 @@ FOUND = [
     ("hermes", f"<tool_call>{OTHER}<tool_call>{OTHER}", "", [("f", "{}"), ("f", "{}")]),
     ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ("hermes", f"Well.<tool_call>{OTHER}\n</tool_ca", "Well.", [("f", "{}")]),
+    ("hermes", f"<tool_call>{OTHER}</tool_call>\n<too", "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": 3, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
@@ -157,6 +160,12 @@ def test_arguments_come_before_the_call_is_complete():
     found = Parsed()
     found.take(parser.push('<tool_call>{"name": "f", "arguments": {"city": "Zü'))
     assert found.calls == [Call("f", '{"city": "Zü')]
+
+
+def test_complete_arguments_end_in_their_last_bracket_however_deep():
+    for text in ('{"a": "}"}', "[1]", '{"a": ' + "[" * 30_000 + "]" * 30_000 + "}"):
+        assert is_complete(text)
+        assert not any(is_complete(text[:end]) for end in {0, 1, len(text) // 2, len(text) - 1})
 
 
 TEMPLATES: list[tuple[str, str | None]] = [

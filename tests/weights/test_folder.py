@@ -308,7 +308,10 @@ def test_a_place_that_holds_no_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(NotFoundError, match=r"config\.json"):
         ferrum_jax.load_params(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    with pytest.raises(NotFoundError, match=r"no model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"no model\.safetensors and no .*json$"):
+        ferrum_jax.load_params(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(NotFoundError, match=r"its \.bin files are not read: save the model as safetensors"):
         ferrum_jax.load_params(tmp_path)
     for name in ("a", "b"):
         save_file({"x": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")

@@ -1,6 +1,5 @@
 """The events that parsers find in an answer, and the parsers' interface."""
 
-import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -59,15 +58,6 @@ class Call:
 
     name: str
     arguments: str = ""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its arguments are JSON."""
-        try:
-            json.loads(self.arguments)
-        except ValueError:
-            return False
-        return True
 
 
 @dataclass

@@ -57,6 +57,12 @@ class JsonValue:
         return self._depth > 0
 
 
+def is_complete(text: str) -> bool:
+    """Whether an object, list or string of JSON is not cut off."""
+    value = JsonValue()
+    return not all(map(value.takes, text))
+
+
 class CallObject:
     """Reads `{"name": …, "arguments": {…}}`, in either order; arguments stream once the name is known.
 

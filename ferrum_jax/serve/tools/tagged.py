@@ -23,7 +23,7 @@ class TaggedCalls(ToolParser):
         events: list[Event] = []
         if self._call is not None and not self._call.is_call:
             events.append(Content(OPEN + self._call.raw))
-        elif self._buffer and not (self._after_call and not self._buffer.strip()):
+        elif self._buffer and not self._after_call:  # after a call, what is held back may only begin a tag
             events.append(Content(self._buffer))
         self._buffer, self._call = "", None
         return events
