@@ -23,7 +23,8 @@ SECONDS = 5.0  # of one rendering
 MEMORY = 1 << 30  # bytes of the whole process
 LARGEST_TEXT = 1 << 26  # characters
 LARGEST_SOURCE = 1 << 20  # characters
-_MARK = "\u27e6end of the final message\u27e7 "  # a template that trims the message removes the space at the end
+# Ends the final message: no letters, which a template may change; one that trims the message removes the space.
+_MARK = "\u27e6\u2026\u27e7 "
 TEMPLATE_OWN = frozenset({
     "template", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"
 })  # fmt: skip

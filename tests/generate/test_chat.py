@@ -348,3 +348,12 @@ def test_templates_are_rendered_where_the_callers_own_modules_are(monkeypatch: p
     finally:
         renderer._stop()
     assert "/somewhere/else" in asked
+
+
+def test_the_last_message_is_continued_though_the_template_changes_its_letters():
+    for source, expected in (
+        ("{{ messages[0].content | upper }}!", "AB "),
+        ("{{ messages[0].content | trim | replace('b', 'a') }}!", "aa"),
+    ):
+        messages = [{"role": "assistant", "content": "ab "}]
+        assert render_chat(source, messages, continue_final_message=True, add_generation_prompt=False) == expected
