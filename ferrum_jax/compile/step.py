@@ -190,7 +190,7 @@ class PackedStep(Generic[Leaf]):
     blocks: Rows[Leaf] | None  # tokens [P, C]
     decode_slots: Leaf  # [D]: whose token a decode row takes where its own is DEVICE_TOKEN
     block_slots: Leaf  # [P]
-    decode_edit_rows: Leaf  # [D]: row of the interventions; empty where the key has none
+    decode_edit_rows: Leaf  # [D]: row of the stacks of edits; empty where the key has none
     block_edit_rows: Leaf  # [P]
     logit_index: Leaf  # [R]: which of the X tokens
     sample_slots: Leaf  # [R]: slot whose settings choose a token there; one past the last: the choice is dropped

@@ -40,7 +40,7 @@ class ActiveRows:
     first: InitVar[Sequence[int]]  # position of the first token of each
     lives: Sequence[CachedSequence]
     adapters: Sequence[int]  # index of each in the stacks of adapters
-    edit_rows: Sequence[int] = ()  # index of each in the stacks of interventions, where there are any
+    edit_rows: Sequence[int] = ()  # index of each in the stacks of edits, where there are any
     captures: Sequence[tuple[Point, ...]] = ()  # hook points of each
 
     def __post_init__(self, first: Sequence[int]):

@@ -271,7 +271,7 @@ class DeviceState:
         self.adapters.stacks = None
 
     def step(self, key: StepKey, buffer: NDArray[np.int32], *edits: Any) -> StepOutputs:
-        """Begins a step; `edits` are the stacks of interventions, where the key has any."""
+        """Begins a step; `edits` are the stacks of edits, where the key has any."""
         program, sampled = self.programs.get(key), self._sampler
         assert sampled is not None
         loras = (self.adapters.stacks,) if key.adapters else ()

@@ -93,7 +93,7 @@ class PlannedBatch(NamedTuple):
     tokens: Sequence[NDArray[np.int32]]  # the tokens to compute, of each row
     starts: Sequence[int]  # position of each row's first token to compute
     uses: list[int]  # each row's index in the stacks of adapters
-    edit_rows: list[int]  # each row's index in the stacks of interventions; empty if no sequence has any
+    edit_rows: list[int]  # each row's index in the stacks of edits; empty if no sequence has any
     captures: Sequence[tuple[Point, ...]]  # each row's hook points
     masked: bool  # whether any output has a mask
     transaction: KvTransaction
@@ -370,7 +370,7 @@ class Pipeline:
         return self.adapters.of(cache_id) if self.interventions.of(cache_id) is None else PRIVATE
 
     def _edit_stacks(self, plan: StepPlan) -> list[EditStacks[jax.Array]]:
-        """Returns the stacks of interventions that a step takes, if any."""
+        """Returns the stacks of edits that a step takes, if any."""
         return [self.interventions.stacks_of(plan.key.edits)] if plan.key.edits else []
 
     def _with_edits(self, plan: StepPlan, edit_rows: Sequence[int]) -> StepPlan:

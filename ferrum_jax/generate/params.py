@@ -232,7 +232,8 @@ class RequestOutput:
     `set_lora` increases. An answer that a change of weights ended has the reason `abort`. A finished answer has in
     `captured` the arrays at the hook points asked for, `[n, ...]`: n counts the tokens of prompt and answer except the
     last, which no step has computed. They are of the step that chose the next token, so of the weights of its version,
-    even if the tokens were recomputed since; an answer that ended before its first token has fewer or none.
+    even if the tokens were recomputed since; but those of tokens that a continued answer had before are of the weights
+    that read them again. An answer that ended before its first token has fewer rows, or none and no points.
     """
 
     prompt_token_ids: list[int]

@@ -332,7 +332,7 @@ class Request:
     def restart(self) -> None:
         """Begins again with an empty KV; keeps the generated tokens, their captures, and the scores if complete."""
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.is_bound = 0, 0, False, False
-        if not self.choices:
+        if not self.choices or self.num_captured < len(self.tokens) - 1:  # an answer to be continued was not read yet
             self.captured, self.num_captured = [], 0
         elif self.capture:  # perhaps of other weights than those of the recomputed KV: nobody forks from it any more
             self.group = ""

@@ -30,7 +30,8 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
         return None
     is_final = start + count == len(request.tokens)
     output: Output = request.output_wanted() if is_final else NO_OUTPUT
-    return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output, request.capture)
+    capture = request.capture if start + count > request.num_captured else ()
+    return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output, capture)
 
 
 def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:

@@ -80,17 +80,18 @@ class TextLogprobs:
 
     def _length(self, token: int, echo: str | None) -> int:
         """Returns how many characters a token completes in the text; for the prompt, in its text `echo`."""
-        if echo is None and not self._has_special and self._vocabulary.is_special(token):
-            return 0
-        piece = self._decoder.decode(self._vocabulary.of(token))
+        spelled = self._vocabulary.of(token)
+        if self._vocabulary.is_special(token):
+            place = self._offset + bool(self._decoder.getstate()[0])  # after an incomplete character
+            if not (self._has_special if echo is None else echo.startswith(spelled.decode(), place)):
+                return 0  # the text goes on as without it
+        piece = self._decoder.decode(spelled)
         if echo is None:
             is_shown = self._is_open and piece.startswith(REPLACEMENT)  # the answer did not complete that character
             self._is_open = self._is_open and not piece
             return len(piece) - is_shown
         if echo.startswith(piece, self._offset):
             return len(piece)
-        if self._vocabulary.is_special(token):  # the tokenizer puts it before a text
-            return 0
         return len(piece) - (self._offset == 0 and piece.startswith(" "))  # the tokenizer puts this space before a text
 
 

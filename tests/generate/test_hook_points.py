@@ -268,6 +268,29 @@ def test_captures_are_of_the_weights_that_chose_the_next_token(
                 np.testing.assert_allclose(out.captured[point][rows], expected[rows], rtol=RELATIVE, atol=TOLERANCE)
 
 
+def test_a_continued_answer_whose_tokens_are_read_under_two_weights_captures_those_of_the_later(
+    runner: ModelRunner, params: ParamTree
+):
+    (former,) = LLM.from_model(runner).generate([PROMPTS[2]], replace(PARAMS, max_tokens=4))
+    llm, after = LLM.from_model(runner, chunk_tokens=8), jax.tree.map(lambda leaf: leaf * 0.9, params)
+    try:
+        request = llm.request(former, PARAMS, None, None, POINTS)
+        scheduler = llm.engine.scheduler
+        scheduler.submit(request)
+        scheduler.step()
+        scheduler.step()
+        assert 0 < request.num_captured < len(PROMPTS[2])
+        scheduler.update(params_update(runner, after, "recompute"))
+        while scheduler.has_work:
+            scheduler.step()
+    finally:
+        runner.set_params(params)
+    out = request.output()
+    expected = forward(after, out, None)[1]
+    for point in POINTS:
+        np.testing.assert_allclose(out.captured[point], expected[point][:-1], rtol=RELATIVE, atol=TOLERANCE)
+
+
 def test_a_preempted_answer_that_is_aborted_keeps_its_captures(new_runner: MakeRunner, params: ParamTree):
     with new_runner(prefix_cache=True, kv_blocks=9) as runner:
         llm = LLM.from_model(runner, max_rows=4)

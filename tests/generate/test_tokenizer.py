@@ -4,7 +4,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import pytest
@@ -706,6 +706,24 @@ def test_long_texts_have_the_ids_of_short_ones(smollm2: Tokenizer):
         smollm2.encode("b" * 80_000 + "\ud800c")
     with pytest.raises(TokenizerError, match=r"\[-1, -1"):
         smollm2.decode([-1] * 80_000)
+
+
+def test_long_texts_go_where_other_threads_run_meanwhile():
+    """The tokenizer's calls for single texts hold the interpreter's lock until they are done."""
+
+    class Batches:
+        def get_added_tokens_decoder(self) -> dict[int, Any]:
+            return {}
+
+        def encode_batch_fast(self, texts: list[str], **_: Any) -> list[Any]:
+            return [type("Encoding", (), {"ids": [len(text)]}) for text in texts]
+
+        def decode_batch(self, ids: list[list[int]], **_: Any) -> list[str]:
+            return [str(len(one)) for one in ids]
+
+    tokenizer = Tokenizer(backend=cast(Any, Batches()))
+    assert tokenizer.encode("a" * 20_000) == [20_000]
+    assert tokenizer.decode([1] * 20_000) == "20000"
 
 
 def test_templates_see_the_tokens_that_a_tokenizer_names(tmp_path: Path):

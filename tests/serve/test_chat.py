@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.server import RunningServer
 from tests.serve.conftest import async_client
 from tests.serve.models import Scripted, characters
@@ -414,3 +415,22 @@ def test_tokens_are_told_in_a_thread_that_no_completion_needs(
     monkeypatch.setattr(server.service.vocabulary, "text_of", watched)
     assert http.post("/tokenize", json={"prompt": "a dog", "return_token_strs": True}).status_code == 200
     assert threads == ["serve-slow"] * 5
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_long_prompts_become_tokens_in_a_thread_that_no_short_one_needs(
+    is_chat: bool, server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
+    threads: list[str] = []
+
+    def watched(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return encode(tokenizer, text, **options)
+
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    for text, status in (("a", 200), ("a" * (1 << 18), 400)):
+        prompt: Any = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        assert http.post(path, json=prompt | {"max_tokens": 1}).status_code == status
+    assert threads == ["serve", "serve-slow"]

@@ -76,23 +76,23 @@ def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tok
 
 
 @pytest.mark.parametrize("answer", ["b", "rest", "mark rest", "mark b", "first b", "first mark b"])
-def test_offsets_end_where_the_text_does_after_incomplete_characters(answer: str):
+@pytest.mark.parametrize("begin", ["b first", "b first mark", "mark first mark mark"])
+def test_offsets_end_where_the_text_does_after_incomplete_characters(begin: str, answer: str):
     """After a prompt that ends inside a character, and after marks that the text does not show."""
     tokenizer = byte_level()
     (end,), (b,) = tokenizer.encode("<end>"), tokenizer.encode("b", add_special_tokens=False)
     first, *rest = tokenizer.encode("世", add_special_tokens=False)
-    prompt, ids = [b, first], []
-    for part in answer.split():
-        ids += {"b": [b], "rest": rest, "mark": [end], "first": [first]}[part]
+    parts = {"b": [b], "rest": rest, "mark": [end], "first": [first]}
+    prompt, ids = ([token for part in text.split() for token in parts[part]] for text in (begin, answer))
     detokenizer = Detokenizer(tokenizer, prompt)
     text = "".join(map(detokenizer.push, ids))
     assert text + detokenizer.flush() == text
     echo = tokenizer.decode(prompt)
     entries: Any = [(one, None, None) for one in (*prompt, *ids, b)]
     found = TextLogprobs(TokenBytes(tokenizer), by_id=False, has_special=False).report(
-        entries, with_top=False, echo=echo, num_echoed=2
+        entries, with_top=False, echo=echo, num_echoed=len(prompt)
     )
-    assert found["text_offset"][2] == len(echo)
+    assert found["text_offset"][len(prompt)] == len(echo)
     assert found["text_offset"][-1] == len(echo + text)
 
 

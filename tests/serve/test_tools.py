@@ -165,7 +165,10 @@ def test_arguments_come_before_the_call_is_complete():
 def test_complete_arguments_end_in_their_last_bracket_however_deep():
     for text in ('{"a": "}"}', "[1]", '{"a": ' + "[" * 30_000 + "]" * 30_000 + "}"):
         assert is_complete(text)
-        assert not any(is_complete(text[:end]) for end in {0, 1, len(text) // 2, len(text) - 1})
+        assert is_complete(f"\n {text}\n")
+        assert not any(is_complete(f" {text[:end]}") for end in {0, 1, len(text) // 2, len(text) - 1})
+    assert not is_complete(' {"city": "Ber')
+    assert all(map(is_complete, ("5", "print(1")))  # nothing shows where they end
 
 
 TEMPLATES: list[tuple[str, str | None]] = [

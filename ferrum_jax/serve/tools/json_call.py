@@ -58,8 +58,10 @@ class JsonValue:
 
 
 def is_complete(text: str) -> bool:
-    """Whether an object, list or string of JSON is not cut off."""
-    value = JsonValue()
+    """Whether text is not cut off if it is an object, list or string of JSON."""
+    text, value = text.lstrip(SPACES), JsonValue()
+    if text and text[0] not in '{["':
+        return True
     return not all(map(value.takes, text))
 
 
