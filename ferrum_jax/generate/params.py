@@ -233,7 +233,8 @@ class RequestOutput:
     `captured` the arrays at the hook points asked for, `[n, ...]`: n counts the tokens of prompt and answer except the
     last, which no step has computed. They are of the step that chose the next token, so of the weights of its version,
     even if the tokens were recomputed since; but those of tokens that a continued answer had before are of the weights
-    that read them again. An answer that ended before its first token has fewer rows, or none and no points.
+    that read them again. An answer that ended before its first token has fewer rows, or an empty
+    `captured`.
     """
 
     prompt_token_ids: list[int]

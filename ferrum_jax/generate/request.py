@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.batch import SampledToken, ScheduledRow, Scores, TokenChoice
+from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import REPLACEMENT, Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
@@ -394,12 +394,10 @@ class Request:
         except Exception:  # noqa: BLE001  of any kind: the function is the caller's
             _log.exception("notify of request %r failed", self.request_id)
 
-    def take_captured(self, row: ScheduledRow, points: dict[Point, NDArray[Any]]) -> None:
-        """Adds the captures of a row; recomputed positions keep those of the step that chose the next token."""
-        known, end = self.num_captured - row.start, row.start + row.num_tokens
-        if end > self.num_captured:
-            self.captured.append({point: array[known:] for point, array in points.items()})
-            self.num_captured = end
+    def take_captured(self, points: dict[Point, NDArray[Any]]) -> None:
+        """Adds the captures of its next positions, `[n, ...]` by point."""
+        self.captured.append(points)
+        self.num_captured += len(next(iter(points.values())))
 
     def captured_points(self, count: int) -> dict[Point, NDArray[Any]]:
         """Returns the captures of its first `count` tokens, by point."""

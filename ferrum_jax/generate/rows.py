@@ -21,7 +21,9 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
         if not request.num_in_flight or request.num_left < 1 or request.needs_every_token:
             return None
         return ScheduledRow(request.cache_id, None, start, request.output_wanted(), request.capture)
-    count = len(unread)
+    count, capture = len(unread), request.capture
+    if start < request.num_captured:  # recomputed: they were captured when they were first read
+        count, capture = min(count, request.num_captured - start), ()
     if request.copies:
         count = min(count, request.fork_position - start)
     if count > 1:
@@ -30,7 +32,6 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
         return None
     is_final = start + count == len(request.tokens)
     output: Output = request.output_wanted() if is_final else NO_OUTPUT
-    capture = request.capture if start + count > request.num_captured else ()
     return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output, capture)
 
 

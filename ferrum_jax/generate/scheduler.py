@@ -235,7 +235,7 @@ class Scheduler:
             if request not in self._running:
                 continue  # it ended with an earlier token, or was aborted
             if isinstance(answer, WithCaptures):
-                request.take_captured(row, answer.points)
+                request.take_captured(answer.points)
                 answer = answer.answer
             if isinstance(answer, TokenChoice):
                 request.append(answer, self.backend.params_version)

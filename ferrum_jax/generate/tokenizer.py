@@ -181,18 +181,21 @@ class Tokenizer:
         """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""
         try:
             if not self.prefixes_runs:
-                if len(ids) > _LONG:
-                    return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
-                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+                return self._decoded(list(ids), skip_special_tokens)
             texts: list[str] = []
             for added, run in itertools.groupby(ids, self.added.get):
                 if added is None:
-                    texts.append(self.backend.decode(list(run)))  # without the prefix
+                    texts.append(self._decoded(list(run)))  # without the prefix
                 elif not (added.special and skip_special_tokens):
                     texts += [added.content for _ in run]
             return "".join(texts)
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
+
+    def _decoded(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if len(ids) > _LONG:  # as a batch: other threads run meanwhile
+            return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """Renders a conversation with the chat template; options and errors are those of `render_chat`.

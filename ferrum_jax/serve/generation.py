@@ -22,7 +22,7 @@ from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
 UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
-LONG_BODY = 1 << 18  # bytes: the prompts of longer ones take some 300 ms to become tokens
+LONG_BODY = 1 << 18  # bytes: the prompts of longer ones take some 200 ms to become tokens
 LONG = 1000  # tokens: longer prompts and answers are written in another thread
 DONE = b"data: [DONE]\n\n"
 _LINE_END = re.compile(b"\xc2\x85|\xe2\x80[\xa8\xa9]")

@@ -18,6 +18,7 @@ from ferrum_jax.contract import DecoderOnlyLLM
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.rows import next_row
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models import Edit, replace_with
 from ferrum_jax.models.hooks import Point, edited
@@ -298,8 +299,12 @@ def test_a_preempted_answer_that_is_aborted_keeps_its_captures(new_runner: MakeR
         scheduler = llm.engine.scheduler
         for one in requests:
             scheduler.submit(one)
-        while not any(one.preemptions for one in requests):
+        while not (preempted := [one for one in requests if one.preemptions and not one.num_read]):
             scheduler.step()
+        row = next_row(preempted[0], 100)
+        assert row is not None
+        assert row.capture == ()  # all that it has read is captured
+        assert row.num_tokens == preempted[0].num_captured == len(preempted[0].tokens) - 1
         scheduler.update(params_update(runner, params, "abort"))
         scheduler.step()
         outs = [one.output() for one in requests]

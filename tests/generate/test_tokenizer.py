@@ -700,7 +700,7 @@ def test_ids_and_text_out_of_range_are_refused(tmp_path: Path):
 def test_long_texts_have_the_ids_of_short_ones(smollm2: Tokenizer):
     piece = "".join(text for text, _ in SMOLLM2_PAIRS) + "\n"
     ids = smollm2.encode(piece)
-    assert smollm2.encode(piece * 200) == ids * 200  # no token of its goes over the end of a line
+    assert smollm2.encode(piece * 200) == ids * 200  # no token crosses the end of a line
     assert smollm2.decode(ids * 200) == smollm2.decode(ids) * 200
     with pytest.raises(TokenizerError, match=r"valid Unicode, found 'b{20}.ud800c'"):
         smollm2.encode("b" * 80_000 + "\ud800c")
@@ -721,9 +721,10 @@ def test_long_texts_go_where_other_threads_run_meanwhile():
         def decode_batch(self, ids: list[list[int]], **_: Any) -> list[str]:
             return [str(len(one)) for one in ids]
 
-    tokenizer = Tokenizer(backend=cast(Any, Batches()))
-    assert tokenizer.encode("a" * 20_000) == [20_000]
-    assert tokenizer.decode([1] * 20_000) == "20000"
+    for prefixes_runs in (False, True):
+        tokenizer = Tokenizer(backend=cast(Any, Batches()), prefixes_runs=prefixes_runs)
+        assert tokenizer.encode("a" * 20_000) == [20_000]
+        assert tokenizer.decode([1] * 20_000) == "20000"
 
 
 def test_templates_see_the_tokens_that_a_tokenizer_names(tmp_path: Path):
