@@ -367,6 +367,42 @@ def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
         ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})
 
 
+def test_of_a_model_with_images_the_language_model_is_read():
+    gemma3_4b = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+        "eoi_token_index": 256000, "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+    }  # fmt: skip
+    found = ModelConfig.from_hf(gemma3_4b)
+    assert found == ModelConfig(
+        model_type="gemma3_text", vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, rms_norm_eps=1e-6,
+        rope_theta=1e6, rope_scaling=found.rope_scaling, local_rope_theta=1e4, tie_word_embeddings=True, qk_norm=True,
+        attention_multiplier=1 / 16, embedding_multiplier=2560**0.5,
+        layer_windows=((1024,) * 5 + (None,)) * 5 + (1024,) * 4, dtype="bfloat16",
+    )  # fmt: skip
+    assert found.rope_scaling is not None
+    assert (found.rope_scaling.rope_type, found.rope_scaling.factor) == ("linear", 8.0)
+    text = LLAMA32_1B | {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}
+    plain = ModelConfig.from_hf(text)
+    for tied, given in ((True, {}), (True, {"tie_word_embeddings": True}), (False, {"tie_word_embeddings": False})):
+        found = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text, **given})
+        assert found == dataclasses.replace(plain, tie_word_embeddings=tied)
+    with pytest.raises(
+        UnsupportedError, match=r"model_type 'ministral3' \['M'\]: supported are .*gpt_oss, gemma3, mis"
+    ):
+        ModelConfig.from_hf(
+            {"model_type": "mistral3", "architectures": ["M"], "text_config": {"model_type": "ministral3"}}
+        )
+    with pytest.raises(UnsupportedError, match="attn_logit_softcapping = 5 is not implemented for mistral"):
+        ModelConfig.from_hf({"model_type": "mistral3", "text_config": text | {"attn_logit_softcapping": 5}})
+    with pytest.raises(ConfigError, match="text_config is 3, expected an object"):
+        ModelConfig.from_hf({"model_type": "gemma3", "text_config": 3})
+
+
 def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
     scaled = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     assert ModelConfig.from_hf(scaled).max_seq_len == 32768

@@ -217,6 +217,11 @@ def _gemma2(s: Settings) -> Fields:
     }
 
 
+_GEMMA3_SIZES = {  # as the configuration of Gemma 3 4B leaves them out
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
 def _gemma3(s: Settings) -> Fields:
     """Reads Gemma 3: layers with a window have their own RoPE base; the scaling applies only to the other layers.
 
@@ -226,6 +231,7 @@ def _gemma3(s: Settings) -> Fields:
         raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
     if (window := s.get("sliding_window", 4096)) is None:
         raise ConfigError("sliding_window is null, but the model has layers with a window")
+    s = s.defaulting(**_GEMMA3_SIZES)
     kinds, local_theta = _gemma3_ropes(s)
     period = s.integer("sliding_window_pattern", 6)
     found = _gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
@@ -350,6 +356,19 @@ FAMILIES: Mapping[str, ConfigReader] = {
     "deepseek_v3": ConfigReader(_deepseek3, _LATENT),
     "gpt_oss": ConfigReader(_gpt_oss, ("num_local_experts", "swiglu_limit", "swiglu_alpha")),
 }
+# Models of text and images that are read without their images: the family of their language model by default.
+WITH_IMAGES: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the language model: of a model of text and images, those of its `text_config`."""
+    kind = WITH_IMAGES.get(str(config.get("model_type")))
+    if kind is None:
+        return config
+    s = Settings(config)
+    shared = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
+    tied = {"tie_word_embeddings": s.flag("tie_word_embeddings", True)}
+    return {"model_type": kind, **shared, **s.section("text_config").fields, **tied}
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:
@@ -359,10 +378,12 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
         UnsupportedError: the family is not supported, or does not implement a setting.
         ConfigError: a field is missing or has the wrong type.
     """
+    names = config.get("architectures") or []
+    config = text_settings(config)
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        names = config.get("architectures") or []
-        raise UnsupportedError(f"model_type {name!r} {names}: supported are {', '.join(FAMILIES)}")
+        known = ", ".join((*FAMILIES, *WITH_IMAGES))
+        raise UnsupportedError(f"model_type {name!r} {names}: supported are {known}")
     for setting in CHANGES_ARITHMETIC:
         if setting not in FAMILIES[name].computes and config.get(setting) not in (None, False, 0):
             raise UnsupportedError(f"{setting} = {config[setting]!r} is not implemented for {name}")

@@ -378,8 +378,10 @@ def _recommended(found: Mapping[str, Any], names: Mapping[str, str], where: Path
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Collects templates by name; template files override `tokenizer_config.json`."""
-    source = folder / "tokenizer_config.json"
+    source, of_processor = folder / "tokenizer_config.json", folder / "chat_template.json"
     stated = config.get("chat_template")
+    if stated is None and of_processor.exists():  # older versions of transformers write one beside images
+        source, stated = of_processor, _read_json(of_processor).get("chat_template")
     if stated is None:
         templates = {}
     elif isinstance(stated, str):

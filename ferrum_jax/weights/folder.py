@@ -1,7 +1,7 @@
 """Hugging Face folders: `config.json` and one or more safetensors files, read one tensor at a time."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme, split_packing
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BESIDE_IMAGES = ("language_model.model.", "language_model.lm_head.", "model.language_model.")
 _ROWS = 1 << 12  # rows compared at a time
 _SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -102,11 +103,8 @@ class SafetensorsSource:
         self.config, self._scheme = _read_config(folder / "config.json")
         self._specs = named_leaves(family(self.config).param_specs(self.config))
         self._axes = stored_axes(self._specs)
-        self._file_of: dict[str, Path] = {}
-        self._entries: dict[str, Entry] = {}
-        for shard in _shards(folder):
-            self._scan(shard)
-        _check_complete(folder, self._file_of)
+        supported = FLOATS if self._scheme is None else FLOATS + NARROW
+        self._entries = _text_entries(_read_shards(folder, supported))
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
         if self.config.tie_word_embeddings and self._has_own_head():  # as transformers does
@@ -120,7 +118,7 @@ class SafetensorsSource:
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor; dequantises a quantised one to a dtype that holds its numbers exactly."""
         if name not in self._packed:
-            tensor = read_tensor(self._file_of[name], name)
+            tensor = read_tensor(self._entries[name])
             return tensor.transpose(self._axes[name]) if name in self._axes else tensor
         assert self._scheme is not None
         with self._naming(name):
@@ -129,9 +127,9 @@ class SafetensorsSource:
 
     def reader(self, name: str) -> Reader | None:
         """Returns what reads parts of a tensor; None for a quantised one or one with another order of axes."""
-        if name in self._packed or name in self._axes or name not in self._file_of:
+        if name in self._packed or name in self._axes or name not in self._entries:
             return None
-        return partial(read_runs, self._file_of[name], name)
+        return partial(read_runs, self._entries[name])
 
     def stored_dtypes(self) -> dict[str, str]:
         """Returns the dtype of every 16-bit tensor; stacks of experts stored one by one are listed, too."""
@@ -182,7 +180,7 @@ class SafetensorsSource:
 
     def _read_parts(self, name: str) -> dict[str, np.ndarray]:
         tensors = self._packed[name].tensors
-        return {part: read_tensor(self._file_of[tensor], tensor) for part, tensor in tensors.items()}
+        return {part: read_tensor(self._entries[tensor]) for part, tensor in tensors.items()}
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -190,14 +188,6 @@ class SafetensorsSource:
             yield
         except InvalidFormatError as problem:
             raise InvalidFormatError(f"{self.path}: {name}: {problem}") from None
-
-    def _scan(self, path: Path) -> None:
-        supported = FLOATS if self._scheme is None else FLOATS + NARROW
-        for name, entry in read_entries(path, supported).items():
-            if name in self._file_of:
-                raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
-            self._file_of[name] = path
-            self._entries[name] = entry
 
     def _has_own_head(self) -> bool:
         """Whether the head differs from the embeddings; reads both, some rows at a time, if both exist."""
@@ -211,7 +201,7 @@ class SafetensorsSource:
         size, width = head
         for start in range(0, size, _ROWS):
             runs: tuple[Runs, ...] = (((start, min(_ROWS, size - start)),), ((0, width),))
-            ours, other = (read_runs(self._file_of[name], name, runs) for name in (EMBEDDINGS, HEAD))
+            ours, other = (read_runs(self._entries[name], runs) for name in (EMBEDDINGS, HEAD))
             if not np.array_equal(ours, other):
                 return True
         return False
@@ -219,7 +209,7 @@ class SafetensorsSource:
     def _find_packed(self, scheme: Scheme) -> dict[str, PackedWeight]:
         if scheme.packing == MXFP4:
             return find_stacks(self.path, self._entries)
-        return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
+        return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._entries[name]))
 
     def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the plain tensors, without the zero biases that GPTQ adds to products without bias."""
@@ -228,10 +218,10 @@ class SafetensorsSource:
         for name, entry in self._entries.items():
             if name in parts or (self._packed and is_unread(name)):
                 continue
-            check_dtype(self._file_of[name], name, entry.dtype, FLOATS)
+            check_dtype(entry, FLOATS)
             module, _, last = name.rpartition(".")
             added = last == "bias" and f"{module}.weight" in self._packed and name not in self._specs
-            if not (added and not read_tensor(self._file_of[name], name).any()):
+            if not (added and not read_tensor(entry).any()):
                 axes, shape = self._axes.get(name), entry.shape
                 found[name] = tuple(shape[i] for i in axes) if axes and len(axes) == len(shape) else shape
         return found
@@ -278,7 +268,35 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return listed
 
 
-def _check_complete(folder: Path, found: Mapping[str, Path]) -> None:
+def _read_shards(folder: Path, supported: Collection[str]) -> dict[str, Entry]:
+    """Returns the tensors of all files of a folder, by the names that they have there."""
+    found: dict[str, Entry] = {}
+    for path in _shards(folder):
+        for name, entry in read_entries(path, supported).items():
+            if name in found:
+                raise InvalidFormatError(f"{path}: tensor {name} is also in {found[name].path.name}")
+            found[name] = entry
     for name, shard in _weight_map(folder).items():
         if name not in found:
             raise InvalidFormatError(f"{folder / shard}: tensor {name} is missing, which {INDEX} promises")
+    return found
+
+
+def _text_entries(stored: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Returns the tensors of the language model, by their names in a checkpoint of that model alone.
+
+    A checkpoint of text and images puts `language_model` into these names, in one of two ways; its other tensors are
+    left out. One that was saved without a head, as by transformers' `AutoModel`, lacks the prefix `model.`.
+    """
+    if not any(name.startswith(_BESIDE_IMAGES) for name in stored):
+        prefix = "" if any(name.startswith("model.") for name in stored) else "model."
+        return {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in stored.items()}
+    found: dict[str, Entry] = {}
+    for name, entry in stored.items():
+        if name.startswith((*_BESIDE_IMAGES, "lm_head.")):
+            _, _, rest = name.rpartition("language_model.")
+            own = rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+            if own in found:
+                raise InvalidFormatError(f"{entry.path}: {name} and {found[own].name} are both {own}")
+            found[own] = entry
+    return found

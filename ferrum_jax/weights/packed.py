@@ -60,7 +60,8 @@ def find_weights(
             continue
         given = _tensors_of(entries, module)
         parts = {part: entries[tensor] for part, tensor in given.items()}
-        is_said = scheme.packing == WORDS and parts.get("weight_shape", Entry("", ())).shape == (2,)
+        said = parts.get("weight_shape") if scheme.packing == WORDS else None
+        is_said = said is not None and said.shape == (2,)
         shape, wanted = _describe(parts, scheme, read(given["weight_shape"]).tolist() if is_said else None)
         mine = _mismatches(module, parts, wanted)
         if scheme.group_size and scheme.block_rows is None and shape[1] % scheme.group_size:

@@ -77,7 +77,8 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     path = folder / WEIGHTS
     if not path.exists() and (folder / PICKLE).exists():
         raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
-    tensor_of = _canonical(path, {name: entry.shape for name, entry in read_entries(path).items()})
+    entries = read_entries(path)
+    tensor_of = _canonical(path, {name: entry.shape for name, entry in entries.items()})
     check_tensors(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
     projections: dict[str, Halves] = {}
     problems = []
@@ -86,7 +87,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
         for half, scale in (("A", 1.0), ("B", config.scale_of(product))):
             name, _ = tensor_of[_name(product, half)]
             with np.errstate(over="ignore", invalid="ignore"):
-                halves.append(read_tensor(path, name).astype(np.float32) * np.float32(scale))
+                halves.append(read_tensor(entries[name]).astype(np.float32) * np.float32(scale))
             if not np.isfinite(halves[-1]).all():
                 problems.append(f"{name} has values that are not finite in float32, its scale included")
         projections[product] = (halves[0], halves[1])

@@ -20,14 +20,16 @@ _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e
 
 
 class Entry(NamedTuple):
-    """Dtype and shape of one tensor in a header."""
+    """One tensor of a header: where it is, its dtype and its shape."""
 
+    path: Path
+    name: str  # in that file
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
 
 def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, Entry]:
-    """Returns dtype and shape of every tensor from the header; reads no tensor.
+    """Returns every tensor of the header, by name; reads no tensor.
 
     Raises:
         NotFoundError: there is no such file.
@@ -40,8 +42,8 @@ def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, E
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 tensor = file.get_slice(name)
-                entries[name] = Entry(tensor.get_dtype(), tuple(tensor.get_shape()))
-                check_dtype(path, name, entries[name].dtype, supported)
+                entries[name] = Entry(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+                check_dtype(entries[name], supported)
     except FileNotFoundError:
         raise NotFoundError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as problem:
@@ -55,17 +57,20 @@ def check_regular(path: Path) -> None:
         raise InvalidFormatError(f"{path} is no regular file")
 
 
-def check_dtype(path: Path, name: str, dtype: str, supported: Collection[str]) -> None:
+def check_dtype(entry: Entry, supported: Collection[str]) -> None:
     """Raises UnsupportedError unless a tensor's dtype is supported."""
-    if dtype not in supported:
-        raise UnsupportedError(f"{path}: tensor {name} is {dtype}, supported are {', '.join(supported)}")
+    if entry.dtype not in supported:
+        raise UnsupportedError(
+            f"{entry.path}: tensor {entry.name} is {entry.dtype}, supported are {', '.join(supported)}"
+        )
 
 
-def read_tensor(path: Path, name: str) -> NDArray[Any]:
-    """Reads one tensor of a file whose header was read."""
+def read_tensor(entry: Entry) -> NDArray[Any]:
+    """Reads one tensor."""
+    path, name = entry.path, entry.name
     try:
         with safe_open(path, framework="numpy") as file:
-            kind = _EIGHT_BITS.get(file.get_slice(name).get_dtype())
+            kind = _EIGHT_BITS.get(entry.dtype)
             if kind is None:
                 return file.get_tensor(name)
         return _read_bytes(path, name).view(kind)
@@ -73,8 +78,9 @@ def read_tensor(path: Path, name: str) -> NDArray[Any]:
         raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
 
 
-def read_runs(path: Path, name: str, runs: Sequence[Runs]) -> NDArray[Any]:
+def read_runs(entry: Entry, runs: Sequence[Runs]) -> NDArray[Any]:
     """Reads runs of every dimension of a tensor, with zeros for padding; only these runs are in memory."""
+    path, name = entry.path, entry.name
     shape = tuple(sum(count for _, count in own) for own in runs)
     try:
         with safe_open(path, framework="numpy") as file:

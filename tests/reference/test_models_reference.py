@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ferrum_jax
@@ -72,6 +72,23 @@ def _check_forward(folder: Path, tokens: list[int], expected: np.ndarray) -> Non
     params, cfg = ferrum_jax.load_params(folder, dtype="float32")
     logits = jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tokens]), cfg)
     np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_the_text_of_a_model_with_images_has_its_logits(kind: str, tmp_path: Path):
+    name, of_images = {"gemma3": ("gemma3", "siglip_vision_model"), "mistral3": ("mistral", "pixtral")}[kind]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"model_type": of_images, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model(kind, text_config=tiny.CONFIGS[name], vision_config=vision, image_token_index=96)
+    torch.manual_seed(tiny.SEED)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else parameter.shape[1] ** -0.5))
+    model.save_pretrained(tmp_path)
+    tokens = tiny.prompt(name)
+    assert config.image_token_index not in tokens
+    _check_forward(tmp_path, tokens, logits_of(model, tokens))
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -255,6 +256,46 @@ def test_an_index_that_leaves_its_folder_is_refused(name: str, tmp_path: Path):
     message = refuse(folder)
     assert repr(name) in message
     assert INDEX in message
+
+
+@pytest.mark.parametrize(
+    ("layers", "head"),
+    [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")],
+    ids=["before", "within"],
+)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_language_model_of_a_checkpoint_with_images_is_read(layers: str, head: str, shards: int, tmp_path: Path):
+    spelt = {"model.": layers, "lm_head.": head}
+    named = {
+        prefix + name.removeprefix(own): tensor
+        for name, tensor in tiny.tensors(CONFIG).items()
+        for own, prefix in spelt.items()
+        if name.startswith(own)
+    }
+    images = {
+        f"{one}.{name}": np.ones(3, np.float32)
+        for one in ("vision_tower", "model.multi_modal_projector")
+        for name in ("norm.weight", "lm_head.weight")
+    }
+    folder = tiny.write_folder(tmp_path, CONFIG, shards, named=images | named)
+    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(CONFIG))
+
+
+def test_a_tensor_that_is_there_by_two_names_is_refused(tmp_path: Path):
+    within = Q.replace("model.", "model.language_model.", 1)
+    tensors = {f"language_model.{name}": tensor for name, tensor in tiny.tensors(CONFIG).items()}
+    folder = tiny.write_folder(tmp_path, CONFIG, named=tensors | {within: tensors[f"language_model.{Q}"]})
+    assert re.search(
+        rf"{within} and language_model\.{Q} are both {Q}|language_model\.{Q} and {within} are", refuse(folder)
+    )
+
+
+def test_a_checkpoint_that_was_saved_without_its_head_lacks_a_prefix(tmp_path: Path):
+    named = {name.removeprefix("model."): tensor for name, tensor in tiny.tensors(TIED).items()}
+    folder = tiny.write_folder(tmp_path, TIED, named=named)
+    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(TIED))
+    change_tensors(folder, lambda tensors: tensors.pop("norm.weight"))
+    assert "model.norm.weight is missing" in refuse(folder)
 
 
 def test_a_missing_tensor_is_refused_by_name(tmp_path: Path):
