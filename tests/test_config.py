@@ -105,6 +105,26 @@ OLMO2_7B: dict[str, Any] = {
     "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0",
     "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+OLMO3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0", "use_cache": True, "vocab_size": 100278,
+}  # fmt: skip
+GEMMA_2B: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+    "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma", "num_attention_heads": 8,
+    "num_hidden_layers": 18, "num_key_value_heads": 1, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.38.0.dev0", "use_cache": True,
+    "vocab_size": 256000,
+}  # fmt: skip
 GRANITE_8B: dict[str, Any] = {
     "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
     "attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
@@ -196,6 +216,20 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
         rope_theta=500000.0, layer_windows=(None,) * 32, dtype="float32",
+    )),
+    "Olmo-3-7B": (OLMO3_7B, ModelConfig(
+        model_type="olmo3", vocab_size=100278, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=65536, rms_norm_eps=1e-6,
+        rope_theta=500000.0, local_rope_theta=500000.0, rope_scaling=RopeScaling(
+            rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, beta_fast=32.0, beta_slow=1.0,
+            attention_factor=1.2079441541679836,
+        ),
+        layer_windows=((4096,) * 3 + (None,)) * 8, dtype="bfloat16",
+    )),
+    "gemma-2b": (GEMMA_2B, ModelConfig(
+        model_type="gemma", vocab_size=256000, hidden_size=2048, intermediate_size=16384, num_hidden_layers=18,
+        num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, embedding_multiplier=2048**0.5, layer_windows=(None,) * 18, dtype="bfloat16",
     )),
     "granite-3.0-8b": (GRANITE_8B, ModelConfig(
         model_type="granite", vocab_size=49155, hidden_size=4096, intermediate_size=12800, num_hidden_layers=40,

@@ -26,7 +26,16 @@ from tests.long import SECONDS, SEED
 
 NAME = "qwen3_window_biases"
 EXAMPLES = 40  # of each test; the slow one runs them again and again with other seeds
-OTHERS = ("gemma2", "gemma3", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases")
+OTHERS = (
+    "gemma2",
+    "gemma3",
+    "gemma3_rope_by_kind",
+    "phi3_beyond",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "smollm3_window_biases",
+)
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 CONTRACT = (getattr(contract, name) for name in contract.__all__)
 KINDS = [kind for kind in CONTRACT if is_dataclass(kind) and isinstance(kind, type)]

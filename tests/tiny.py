@@ -172,6 +172,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_scaling={"rope_type": "yarn", **YARN},
         num_key_value_heads=None,
     ),
+    "olmo3": _config(
+        "olmo3", rope_theta=500000.0, sliding_window=7, num_hidden_layers=4, rope_scaling={"rope_type": "yarn", **YARN}
+    ),
+    "olmo3_rope_by_kind": _config(
+        "olmo3",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+        },
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "granite": _config(
         "granite",
         embedding_multiplier=3.0,
@@ -201,6 +215,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_scaling={"rope_type": "linear", "factor": 2.5},
         pad_token_id=0,
         tie_word_embeddings=True,
+    ),
+    "gemma": _config("gemma", hidden_act="gelu", rope_theta=300.0, tie_word_embeddings=True),
+    "gemma_biases": _config(
+        "gemma",
+        hidden_act="gelu_pytorch_tanh",
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_scaling={"rope_type": "yarn", **YARN},
     ),
     "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma2_biases": _gemma(

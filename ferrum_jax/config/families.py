@@ -162,6 +162,15 @@ def _olmo2(s: Settings) -> Fields:
     return _decoder(s.defaulting(rms_norm_eps=1e-5))
 
 
+def _olmo3(s: Settings) -> Fields:
+    """Reads OLMo 3: of its RoPE settings the scaling applies only to layers without a window."""
+    s = s.defaulting(rms_norm_eps=1e-5, rope_theta=500000.0)
+    base = s.number("rope_theta")
+    kinds, local_theta = _ropes_by_kind(s, base, base)
+    found = _decoder(s.replacing(rope_parameters=kinds, rope_scaling=None))
+    return found | {"local_rope_theta": local_theta, "layer_windows": _periodic_windows(s, 4)}
+
+
 def _granite(s: Settings) -> Fields:
     multipliers = {name: s.number(name, 1.0) for name in _MULTIPLIERS}
     return _decoder(s) | multipliers | {"mlp_bias": s.flag("mlp_bias")}
@@ -199,18 +208,21 @@ def _smollm3(s: Settings) -> Fields:
     }
 
 
-def _gemma(s: Settings) -> Fields:
-    """Reads the fields that Gemma 2 and 3 share."""
-    gelu = ("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
-    found = _decoder(s, head_dim=256, tied=True, activation=gelu)
-    return found | {
-        "attention_multiplier": s.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "embedding_multiplier": found["hidden_size"] ** 0.5,
-    }
+def _gemma(
+    s: Settings, name: str = "hidden_act", activations: Collection[str] = ("gelu_pytorch_tanh", "gelu")
+) -> Fields:
+    """Reads Gemma, whose `gelu` means the approximation by tanh, or what later Gemmas share with it."""
+    found = _decoder(s, head_dim=256, tied=True, activation=(name, "gelu_pytorch_tanh", activations))
+    return found | {"embedding_multiplier": found["hidden_size"] ** 0.5}
+
+
+def _later_gemma(s: Settings) -> Fields:
+    scale = s.number("query_pre_attn_scalar", 256.0) ** -0.5
+    return _gemma(s, "hidden_activation", ("gelu_pytorch_tanh",)) | {"attention_multiplier": scale}
 
 
 def _gemma2(s: Settings) -> Fields:
-    return _gemma(s) | {
+    return _later_gemma(s) | {
         "attn_logit_softcapping": s.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": s.get("final_logit_softcapping", 30.0),
         "layer_windows": s.windows(_is_even, s.get("sliding_window", 4096)),
@@ -229,34 +241,41 @@ def _gemma3(s: Settings) -> Fields:
     """
     if (cap := s.get("attn_logit_softcapping")) is not None:
         raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
-    if (window := s.get("sliding_window", 4096)) is None:
-        raise ConfigError("sliding_window is null, but the model has layers with a window")
     s = s.defaulting(**_GEMMA3_SIZES)
-    kinds, local_theta = _gemma3_ropes(s)
-    period = s.integer("sliding_window_pattern", 6)
-    found = _gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
+    kinds, local_theta = _ropes_by_kind(s, s.get("rope_theta", 1e6), s.get("rope_local_base_freq", 10000.0))
+    found = _later_gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
     return found | {
         "local_rope_theta": local_theta,
         "qk_norm": True,
         "final_logit_softcapping": s.get("final_logit_softcapping"),
-        "layer_windows": s.windows(lambda layer: (layer + 1) % period != 0, window),
+        "layer_windows": _periodic_windows(s, s.integer("sliding_window_pattern", 6)),
     }
 
 
-def _gemma3_ropes(s: Settings) -> tuple[Fields, float]:
-    """Reads RoPE settings of full-attention layers and the base of the others, in the newer or the older spelling."""
+def _periodic_windows(s: Settings, period: int) -> tuple[int | None, ...]:
+    """Reads the windows of a model in which all layers have one but every `period`-th, or as `layer_types` says."""
+    if (window := s.get("sliding_window", 4096)) is None:
+        raise ConfigError("sliding_window is null, but the model has layers with a window")
+    return s.windows(lambda layer: (layer + 1) % period != 0, window)
+
+
+def _ropes_by_kind(s: Settings, base: float, local_base: float) -> tuple[Fields, float]:
+    """Reads RoPE settings of full-attention layers and the base of the others, in the newer or the older spelling.
+
+    Bases that are not given there are `base` and `local_base`.
+    """
     given = s.section("rope_parameters")
     local, full = given.section("sliding_attention"), given.section("full_attention").fields
     if (kind := local.get("rope_type", "default")) != "default":
         raise UnsupportedError(f"rope_type {kind!r} of layers with a window is not implemented")
     if given.fields and not given.fields.keys() & {"sliding_attention", "full_attention"}:
         raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not separate for each kind of layer")
-    full = {"rope_theta": s.get("rope_theta", 1e6), **full, **s.section("rope_scaling").fields}
+    full = {"rope_theta": base, **full, **s.section("rope_scaling").fields}
     is_linear = full.get("rope_type", full.get("type")) == "linear"
     if is_linear and full.get("factor") is not None:  # `max_position_embeddings` counts scaled positions
         original = int(s.integer("max_position_embeddings") / Settings(full).number("factor"))
         full = {"original_max_position_embeddings": original, **full}
-    return full, local.number("rope_theta", s.get("rope_local_base_freq", 10000.0))
+    return full, local.number("rope_theta", local_base)
 
 
 def _deepseek2(s: Settings) -> Fields:
@@ -343,10 +362,12 @@ FAMILIES: Mapping[str, ConfigReader] = {
     "mistral": ConfigReader(_mistral),
     "qwen2": ConfigReader(_qwen2),
     "qwen3": ConfigReader(_qwen3),
+    "gemma": ConfigReader(_gemma),
     "gemma2": ConfigReader(_gemma2, _CAPS),
     "gemma3_text": ConfigReader(_gemma3, _CAPS),
     "phi3": ConfigReader(_phi3),
     "olmo2": ConfigReader(_olmo2),
+    "olmo3": ConfigReader(_olmo3),
     "granite": ConfigReader(_granite, _MULTIPLIERS),
     "smollm3": ConfigReader(_smollm3, ("no_rope_layers",)),
     "mixtral": ConfigReader(_mixtral, _EXPERT_COUNTS),

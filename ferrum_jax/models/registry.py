@@ -10,7 +10,9 @@
 | SmolLM3 | layers without rotary embeddings |
 | Phi-3 to Phi-4 | Abdin et al. 2024, "Phi-3 Technical Report", section 2: projections fused in the checkpoint |
 | OLMo 2 | OLMo Team 2024, "2 OLMo 2 Furious", section 3.1: norms after the blocks, scaled in float32 |
-| Gemma 2, Gemma 3 | Gemma Team 2024, "Gemma 2", section 2; 2025, "Gemma 3", section 2: norms scale by 1 + weight |
+| OLMo 3 | OLMo Team 2025, "Olmo 3", section 3.2: OLMo 2 with a window in three of four layers |
+| Gemma | Gemma Team 2024, "Gemma", section 2: norms scale by 1 + weight |
+| Gemma 2, Gemma 3 | Gemma Team 2024, "Gemma 2", section 2; 2025, "Gemma 3", section 2: norms after the blocks, too |
 | DeepSeek V2, V3, R1 | DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3": latent attention |
 | GPT-OSS | OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sections 2.2 and 2.3: attention with sinks |
 
@@ -42,6 +44,11 @@ _GEMMA = Family(
     norm_init="zeros",
     activation=jax.nn.gelu,
 )
+_OLMO = Family(
+    norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    norm=wide_rms_norm,
+    attention_specs=wide_norm_attention_specs,
+)
 _MIXTRAL = Family(
     mlp="block_sparse_moe",
     expert_specs=feed_forward.mixtral_specs,
@@ -56,13 +63,10 @@ _DEEPSEEK = Family(
 )
 _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3"), _LLAMA),
+    "gemma": Family(norm=offset_rms_norm, norm_init="zeros", activation=jax.nn.gelu),
     **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
     "phi3": Family(attention_specs=fused_attention_specs, mlp_specs=feed_forward.fused_mlp_specs),
-    "olmo2": Family(
-        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-        norm=wide_rms_norm,
-        attention_specs=wide_norm_attention_specs,
-    ),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
     "mixtral": _MIXTRAL,
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _QWEN_MOE),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),

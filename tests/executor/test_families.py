@@ -18,7 +18,8 @@ MODELS = [
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
-            "gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases", "gpt_oss",
+            "gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "olmo3", "granite", "smollm3_window_biases",
+            "gpt_oss",
         )
     ),
 ]  # fmt: skip

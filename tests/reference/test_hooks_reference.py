@@ -27,7 +27,7 @@ pytestmark = pytest.mark.reference
 TOLERANCE = 1e-5  # of the largest: float32 sums in another order, over three layers
 FAMILIES = (
     "llama3", "mistral", "qwen2", "qwen3_window_biases", "granite", "granite_biases_tied", "smollm3", "phi3", "olmo2",
-    "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek2", "deepseek3", "gpt_oss",
+    "olmo3", "gemma", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek2", "deepseek3", "gpt_oss",
 )  # fmt: skip
 QUICK = "llama3", "granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "deepseek3", "gpt_oss"
 SERVED = "gemma2", "qwen3_moe", "deepseek3", "gpt_oss"
