@@ -17,16 +17,18 @@ class LlmKvCacheHandle(KvCacheHandle):
     """One sequence of one executor at one length. It keeps nothing alive: `release_cache` frees the sequence.
 
     `cache_id`, `num_tokens` and the sizes are its own; everything else asks the model, and waits while a call runs.
+    Another sequence that begins here under a released id is not this handle's. One that the model is made to begin by a
+    direct call, under an id that lives here, is taken for it if the length is the same.
     """
 
     _table: TrackedSequences
-    _cache_id: str
+    _sequence: TrackedSequence
     _num_tokens: int  # positions
 
     @property
     def cache_id(self) -> str:
         """Id of the sequence in the model."""
-        return self._cache_id
+        return self._sequence.cache_id
 
     @property
     def num_tokens(self) -> int:
@@ -57,10 +59,10 @@ class LlmKvCacheHandle(KvCacheHandle):
     def block_table(self) -> BlockTable:
         """The blocks of this handle's positions; RequestValidationError once the sequence has lost any of them."""
         with self._table.held() as model:
-            sequence = self._table.get(self._cache_id)
-            if sequence.length < self._num_tokens:
-                raise _stale(self, sequence)
-            table = check_kind(model, "kv_block_table", model.kv_block_table(self._cache_id), BlockTable)
+            self._table.refresh(self._sequence)
+            if self._sequence.length < self._num_tokens:
+                raise _stale(self)
+            table = check_kind(model, "kv_block_table", model.kv_block_table(self.cache_id), BlockTable)
         block_size = 0 if table is None else table.block_size
         blocks = () if table is None or not block_size else table.physical_blocks[: -(-self._num_tokens // block_size)]
         return BlockTable(physical_blocks=tuple(blocks), sequence_length=self._num_tokens, block_size=block_size)
@@ -78,7 +80,7 @@ class LlmKvCacheHandle(KvCacheHandle):
             current_sequence(self, self._table)
             if check_int("layer", layer, 0) >= self.num_layers:
                 raise RequestValidationError(f"layer is {layer}, the model has {self.num_layers}")
-            return model.kv_cache(self._cache_id, layer)
+            return model.kv_cache(self.cache_id, layer)
 
     def clone_handle(self) -> "LlmKvCacheHandle":
         """Forks the sequence: a new id that shares its blocks until either writes. Unsupported by some models."""
@@ -87,14 +89,14 @@ class LlmKvCacheHandle(KvCacheHandle):
 
     def with_sequence_length(self, length: int) -> "LlmKvCacheHandle":
         """Returns a handle on the same sequence at another length, checked when it is used."""
-        return LlmKvCacheHandle(self._table, self._cache_id, check_int("length", length, 0))
+        return LlmKvCacheHandle(self._table, self._sequence, check_int("length", length, 0))
 
     def stats(self) -> Mapping[str, Any]:
         """Positions, blocks and bytes of the sequence at this handle's length; without blocks, bytes of positions."""
         table = self.block_table
         positions = len(table.physical_blocks) * table.block_size if table.physical_blocks else self._num_tokens
         return {
-            "cache_id": self._cache_id,
+            "cache_id": self.cache_id,
             "num_tokens": self._num_tokens,
             "num_blocks": len(table.physical_blocks),
             "block_size": table.block_size,
@@ -105,17 +107,18 @@ class LlmKvCacheHandle(KvCacheHandle):
         """True while the sequence lives, has the length of this handle, and the executor takes calls."""
         try:
             with self._table.held():
-                return self._table.get(self._cache_id).length == self._num_tokens
+                self._table.refresh(self._sequence)
+                return self._sequence.length == self._num_tokens
         except FerrumError:
             return False
 
     def __repr__(self) -> str:
-        return f"LlmKvCacheHandle({self._cache_id!r}, num_tokens={self._num_tokens})"
+        return f"LlmKvCacheHandle({self.cache_id!r}, num_tokens={self._num_tokens})"
 
 
 def handle_of(table: TrackedSequences, sequence: TrackedSequence) -> LlmKvCacheHandle:
     """Returns a handle on a sequence at its length now."""
-    return LlmKvCacheHandle(table, sequence.cache_id, sequence.length)
+    return LlmKvCacheHandle(table, sequence, sequence.length)
 
 
 def live_sequence(handle: Any, table: TrackedSequences) -> TrackedSequence:
@@ -125,17 +128,18 @@ def live_sequence(handle: Any, table: TrackedSequences) -> TrackedSequence:
         raise RequestValidationError(f"handle {safe_repr(handle)} is a {kind}, expected one of this executor")
     if handle._table is not table:
         raise RequestValidationError(f"{handle!r} belongs to another executor")
-    return table.get(handle.cache_id)
+    table.refresh(handle._sequence)
+    return handle._sequence
 
 
 def current_sequence(handle: Any, table: TrackedSequences) -> TrackedSequence:
     """As `live_sequence`; a handle of another length than the sequence is a RequestValidationError, too."""
     sequence = live_sequence(handle, table)
     if handle.num_tokens != sequence.length:
-        raise _stale(handle, sequence)
+        raise _stale(handle)
     return sequence
 
 
-def _stale(handle: KvCacheHandle, sequence: TrackedSequence) -> RequestValidationError:
-    lengths = f"it has {handle.num_tokens} positions and the cache {sequence.length}"
+def _stale(handle: LlmKvCacheHandle) -> RequestValidationError:
+    lengths = f"it has {handle.num_tokens} positions and the cache {handle._sequence.length}"
     return RequestValidationError(f"{handle.cache_id!r}: the handle is stale, {lengths}")

@@ -178,7 +178,10 @@ def open_rows(log: UndoLog, rows: Sequence[RowRequest]) -> None:
             admissions.append(KvSlotRequest(cache_id=cache_id, target_len=length, admission_target_len=most))
     if admissions:
         model.reserve_kv_slots(admissions)
-    adapted = [row for row in rows if row.options.adapter not in (None, row.sequence.adapter)]
+    # An empty sequence is bound again, as a direct call may have unbound it; one with positions keeps its adapter.
+    adapted = [
+        row for row in rows if row.options.adapter not in (None, row.sequence.adapter if row.sequence.length else None)
+    ]
     # A sequence that gets no slot or block is refused before an adapter is unloaded for it.
     ids = [row.sequence.cache_id for row in adapted if not row.sequence.length]
     if empty := [KvSlotRequest(cache_id=cache_id, target_len=0, admission_target_len=1) for cache_id in ids]:

@@ -123,18 +123,22 @@ class TrackedSequences:
         if length is not None:
             length = check_length(self.model, "kv_len", length)
             sequence.version += sequence.length != length
+            if length < sequence.length:  # by direct calls: what was reserved is freed, it may even be a new sequence
+                sequence.reserved, sequence.adapter, sequence.knows_adapter = 0, None, False
             sequence.length, sequence.is_known = length, True
         elif sequence.is_known:  # released by a direct call of the model
             del self._live[cache_id]
             return None
         return sequence
 
-    def get(self, cache_id: str) -> TrackedSequence:
-        """As `find`; a released sequence is a RequestValidationError."""
-        sequence = self.find(cache_id)
-        if sequence is None:
-            raise RequestValidationError(f"{cache_id!r}: the sequence was released, its handles are stale")
-        return sequence
+    def refresh(self, sequence: TrackedSequence) -> None:
+        """Updates the length of a sequence; one that was released, and perhaps another begun, is refused.
+
+        Raises:
+            RequestValidationError: the sequence was released.
+        """
+        if self.find(sequence.cache_id) is not sequence:
+            raise RequestValidationError(f"{sequence.cache_id!r}: the sequence was released, its handles are stale")
 
     def find_or_adopt(self, cache_id: str) -> TrackedSequence | None:
         """As `find`; for an id that only the model knows, returns a sequence to `track`. None: the id is free.
@@ -317,10 +321,11 @@ class UndoLog:
         if length is None:
             self.table.forget(sequence)
         elif self.table.find(sequence.cache_id) is not None:
+            was_extended = sequence.length > length or not sequence.is_known
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
                 sequence.length = min(sequence.length, length)
-                if sequence.reserved > length:  # the truncation has freed the reserved blocks
+                if was_extended and sequence.reserved > length:  # the truncation has freed the reserved blocks
                     again = KvSlotRequest(cache_id=sequence.cache_id, target_len=sequence.reserved)
                     self.table.model.reserve_kv_slots([again])
             except UnsupportedError:

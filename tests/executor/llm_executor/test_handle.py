@@ -7,7 +7,7 @@ from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import KvCacheHandle
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
-from tests.executor.asking import prompt, run, token
+from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import SummingLLM
 
@@ -84,6 +84,30 @@ def test_a_fork_that_the_model_has_dropped_is_stale(executor: LlmExecutor, handl
     runner.release(fork.cache_id)
     with pytest.raises(RequestValidationError, match="its handles are stale"):
         run(executor.prefill(prompt([1, 2], fork)))
+
+
+def test_a_handle_is_not_that_of_another_sequence_under_its_id(executor: LlmExecutor, runner: ModelRunner):
+    def begin(tokens: list[int]) -> KvCacheHandle:
+        run(executor.unified_decode(batch(item("w", tokens, 0))))
+        return executor.handle("w")
+
+    old = begin([1, 2])
+    assert old == executor.handle("w")
+    executor.release_cache("w")
+    new = begin([3, 4])
+    assert new.is_valid()
+    assert not old.is_valid()
+    assert old != new
+    for call in (executor.decode(token(5, old)), executor.truncate_kv(old, 1)):
+        with pytest.raises(RequestValidationError, match="'w': the sequence was released, its handles are stale"):
+            run(call)
+    for use in (old.clone_handle, lambda: old.key_cache(0), lambda: old.block_table):
+        with pytest.raises(RequestValidationError, match="its handles are stale"):
+            use()
+    assert runner.kv_len("w") == 2
+    run(executor.reset())
+    assert begin([5, 6]).is_valid()
+    assert not new.is_valid()
 
 
 def test_a_fork_needs_a_slot(executor: LlmExecutor, handle: KvCacheHandle):

@@ -20,6 +20,7 @@ from ferrum_jax.contract import (
 )
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.llm_executor.handle import live_sequence
 from ferrum_jax.executor.llm_executor.sequences import UndoLog
 from ferrum_jax.models import Edit
 from ferrum_jax.models.specs import ParamTree
@@ -307,20 +308,39 @@ def test_a_call_that_is_undone_leaves_what_was_reserved_before(executor: LlmExec
     executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=24)])
     reserved = runner.kv_slot_capacity_snapshot()
     table = executor._table
+    sequence = live_sequence(handle, table)
     for count in (1, 30):
         log = UndoLog(table)
-        log.record(table.get(handle.cache_id))
+        log.record(sequence)
         runner.prefill(handle.cache_id, [3] * count)
         log.undo()
         assert runner.kv_len(handle.cache_id) == len(FIRST)
         assert runner.kv_slot_capacity_snapshot() == reserved
     run(executor.truncate_kv(handle, 2))  # the caller's own, which gives them back
     log = UndoLog(table)
-    log.record(table.get(handle.cache_id))
+    log.record(live_sequence(handle, table))
     runner.prefill(handle.cache_id, [3])
     log.undo()
     now = runner.kv_slot_capacity_snapshot()
     assert now.free_blocks > reserved.free_blocks
+
+
+def test_a_refused_call_takes_no_block_for_what_is_reserved_no_more(executor: LlmExecutor, runner: ModelRunner):
+    """A block that a fork shares by now is not copied; one that a direct truncation has freed is not taken again."""
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=len(FIRST))])
+    fork = handle.clone_handle()
+    refused = {"metadata": {"ferrum_kv_capacity_hint": 10**6}}
+    for at, target in enumerate((None, 24)):
+        if target is not None:
+            executor.release_cache(fork.cache_id)
+            executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=target)])
+            runner.truncate_kv(handle.cache_id, 2)
+            handle = handle.with_sequence_length(2)
+        before = runner.kv_slot_capacity_snapshot(), handle.block_table
+        with pytest.raises(RequestValidationError, match="positions"):
+            run(executor.prefill(prompt(SECOND, handle, **refused)))
+        assert (runner.kv_slot_capacity_snapshot(), handle.block_table) == before, at
 
 
 def test_a_refused_call_leaves_what_is_bound_to_an_id_that_it_was_to_begin(executor: LlmExecutor, runner: ModelRunner):

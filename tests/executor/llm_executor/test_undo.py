@@ -102,6 +102,23 @@ def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserv
     assert runner.kv_len("mine") is None
 
 
+def test_an_adapter_that_direct_calls_have_unbound_is_bound_again_or_refused(
+    runner: ModelRunner, adapter_folders: dict[str, str]
+):
+    executor, asked = LlmExecutor(runner), under("one", adapter_folders)
+    first = run(executor.prefill(prompt(TEXT[:8], metadata=asked)))
+    run(executor.truncate_kv(first.kv_cache, 0))
+    runner.set_lora_adapter_for_cache(first.kv_cache.cache_id, None)
+    empty = first.kv_cache.with_sequence_length(0)
+    again = run(executor.prefill(prompt(TEXT[:8], empty, metadata=asked)))
+    np.testing.assert_array_equal(again.logits, first.logits)
+    run(executor.unified_decode(batch(item("w", TEXT[:4], 0, metadata=asked))))
+    runner.release("w")
+    runner.prefill("w", TEXT[:2])  # without an adapter
+    with pytest.raises(RequestValidationError, match="'w' holds 2 positions of no adapter"):
+        run(executor.unified_decode(batch(item("w", TEXT[2:4], 2, metadata=asked))))
+
+
 def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
     params: ParamTree, monkeypatch: pytest.MonkeyPatch
 ):
