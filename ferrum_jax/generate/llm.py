@@ -197,8 +197,8 @@ class LLM:
                 change. `abort`: they end with the reason `abort` and the answer so far; scoring ends with a
                 CancelledError. `keep`: they go on with the KV of the old weights; requests without a token yet restart,
                 and a request that is preempted or reset later is recomputed under the new weights. `recompute`: they go
-                on, and their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the
-                weights that computed it first.
+                on, and their KV is recomputed under the new weights. Log-probabilities of a prompt are those of the
+                weights that sampled its first token.
 
         Returns:
             The version of these weights, as in `RequestOutput.weight_versions`.

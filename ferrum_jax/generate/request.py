@@ -330,14 +330,17 @@ class Request:
             self.error = CancelledError(f"{self.request_id!r} was ended by a change of weights")
 
     def restart(self) -> None:
-        """Begins again with an empty KV; keeps the generated tokens, their captures, and the scores if complete."""
+        """Begins again with an empty KV; keeps the generated tokens, their captures, and the prompt's scores.
+
+        Without a token the scores go, too: the weights that sample the first one may be others by then.
+        """
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.is_bound = 0, 0, False, False
         if not self.choices or self.num_captured < len(self.tokens) - 1:  # an answer to be continued was not read yet
             self.captured, self.num_captured = [], 0
-        elif self.capture:  # perhaps of other weights than those of the recomputed KV: nobody forks from it any more
-            self.group = ""
+        if self.choices and (self.captured or self.scores):  # perhaps of other weights than the recomputed KV:
+            self.group = ""  # nobody forks from it any more
         self.forget_settings()
-        if self.num_unscored:
+        if self.num_unscored or not self.choices:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
 
     def has_progressed(self) -> bool:

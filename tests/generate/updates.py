@@ -130,7 +130,9 @@ class Traffic:
             out = request.output(return_error=True)
             if not request.limit:
                 if out.error is None:
-                    self._check_scores(request.prompt, request.scores, request.score_from or 1, which, oracle)
+                    self._check_scores(
+                        request.prompt, request.scores, request.score_from or 1, set(which.values()), oracle
+                    )
                 else:
                     assert self.policy == "abort"
                 continue
@@ -143,7 +145,8 @@ class Traffic:
                 assert len(set(out.weight_versions)) <= 1
             if out.prompt_logprobs is not None and out.finish_reason == "length":
                 scores = [one for one in out.prompt_logprobs if one is not None]
-                self._check_scores(request.prompt, scores, 1, which, oracle)
+                sampling = {which[out.weight_versions[0]]}
+                self._check_scores(request.prompt, scores, 1, sampling, oracle)
             self._check_answer(request, [which[one] for one in out.weight_versions], oracle)
 
     def _check_answer(self, request: Request, versions: list[int], oracle: Logprobs) -> None:
@@ -165,10 +168,10 @@ class Traffic:
         np.testing.assert_allclose(out.logprobs, wanted, rtol=0, atol=TOLERANCE, err_msg=f"seed {self.seed}")
 
     def _check_scores(
-        self, tokens: list[int], scores: list[float], start: int, which: dict[int, int], oracle: Logprobs
+        self, tokens: list[int], scores: list[float], start: int, which: set[int], oracle: Logprobs
     ) -> None:
-        """All scores of one prompt are of the same weights."""
+        """All scores of one prompt are of the same weights, one of `which`."""
         at = np.arange(start - 1, len(tokens) - 1)
-        each = [oracle(tokens, [one] * len(tokens))[at, tokens[start:]] for one in set(which.values())]
+        each = [oracle(tokens, [one] * len(tokens))[at, tokens[start:]] for one in which]
         differences = [np.abs(np.array(scores) - wanted).max(initial=0) for wanted in each]
         assert min(differences) < TOLERANCE, f"seed {self.seed}: {differences}"
