@@ -39,7 +39,14 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor.adapters import Adapters, call
 from ferrum_jax.executor.sizing import context_of
-from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes, laid_out_like, served_shapes
+from ferrum_jax.executor.weights import (
+    brought_to,
+    check_like_specs,
+    check_same_shapes,
+    laid_out_like,
+    served_shapes,
+    strongly_typed,
+)
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
@@ -169,7 +176,7 @@ class DeviceState:
             InvalidParameterError: they differ from the served ones in more than their values.
             UnsupportedError: they lie on devices of several processes.
         """
-        params = as_plain(params)
+        params = strongly_typed(as_plain(params))
         if self._specs is None:
             params = brought_to(self.placed.placement.first, params)
             params = laid_out_like(self._shapes, params, self._cfg)

@@ -13,7 +13,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, Unsup
 from ferrum_jax.executor.build import build_runner
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.weights import brought_to, check_fits_config
+from ferrum_jax.executor.weights import brought_to, check_fits_config, strongly_typed
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
@@ -54,7 +54,7 @@ def from_params(
     """
     if not isinstance(cfg, ModelConfig):
         raise InvalidParameterError(f"cfg is a {type(cfg).__name__}, expected a ModelConfig: models.config_from_hf")
-    params = as_plain(params)
+    params = strongly_typed(as_plain(params))
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
             raise InvalidParameterError(f"a parameter is a {type(leaf).__name__}, expected arrays of JAX on a device")

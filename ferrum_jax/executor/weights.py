@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
@@ -22,13 +23,24 @@ from ferrum_jax.sharding.mesh import joined
 _convert = jax.jit(lay_out, static_argnames=("cfg", "layout"))
 
 
+def strongly_typed(params: ParamTree) -> ParamTree:
+    """Returns the same parameters without weak types, such as `jnp.full(8, 1.0)` has; the tree itself without any."""
+
+    def is_weak(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.weak_type
+
+    if not any(map(is_weak, jax.tree.leaves(params))):
+        return params
+    return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype) if is_weak(leaf) else leaf, params)
+
+
 def served_shapes(params: ParamTree) -> ParamTree:
     """Returns shape, dtype and sharding of every array of a tree, which remain when the arrays are donated."""
 
     def describe(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
     return jax.tree.map(describe, params)
 
@@ -184,4 +196,4 @@ def _shape_and_dtype(leaf: object) -> str:
         return f"a {type(leaf).__name__}"
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "an array that was donated or deleted"
-    return f"{'a weakly typed ' * leaf.weak_type}{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -29,7 +29,7 @@ from ferrum_jax.models.hooks import (
     steered,
     with_edits,
 )
-from ferrum_jax.models.layout import check_names
+from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.sequences import as_integers, check_range
 from ferrum_jax.models.specs import ParamTree
@@ -142,7 +142,7 @@ def generate_fn(
             Traced tokens and lengths are not checked: results for wrong ones are undefined.
         UnsupportedError: `attention` cannot serve the model.
     """
-    check_names(params, cfg)
+    check_shapes(params, cfg)
     check_backend(attention, params, cfg)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")

@@ -23,6 +23,7 @@ or, where it is known under `jit` only, makes its token NaN.
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -230,10 +231,10 @@ def _layers(name: str, given: object, most: int) -> list[int]:
 def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple[Point, ...]:
     """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer that runs.
 
-    A single `(name, layer)` counts as a list of one. Raises InvalidParameterError for a layer before `first_layer`,
+    A single point counts as a list of one. Raises InvalidParameterError for a layer before `first_layer`,
     which does not run.
     """
-    if isinstance(given, tuple) and _parse(given) is not None:
+    if isinstance(given, (tuple, str)) and _parse(given) is not None:
         given = [given]
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise InvalidParameterError(f"capture is {safe_repr(given)}, expected points such as ('resid_post', 3)")
@@ -318,6 +319,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
                     )
             _check_experts(point, intervention, cfg)
         elif callable(intervention):
+            _check_arguments(at, intervention)
             points = check_points([point], cfg)
         else:
             raise InvalidParameterError(
@@ -328,6 +330,18 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
                 raise InvalidParameterError(f"interventions have {one.name!r} of layer {one.layer} twice")
             checked[one] = cast(Intervention, intervention)
     return checked
+
+
+def _check_arguments(at: object, function: Callable[..., Any]) -> None:
+    """Raises InvalidParameterError unless a function can be called with two arguments, where its signature is known."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:  # some functions have no signature
+        return
+    except TypeError as problem:
+        raise InvalidParameterError(
+            f"the function at {safe_repr(at)} cannot be called with (x, positions): {problem}"
+        ) from None
 
 
 def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:

@@ -139,6 +139,17 @@ def check_names(params: ParamTree, cfg: ModelConfig) -> None:
     check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
 
 
+def check_shapes(params: ParamTree, cfg: ModelConfig) -> None:
+    """As `check_names`, and raises InvalidParameterError unless every parameter has the shape of the model's."""
+    check_names(params, cfg)
+    wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout_of(params)))
+    given = named_leaves(params, lambda leaf: is_quantised(leaf) or hasattr(leaf, "shape"))
+    found, expected = ({name: list(leaf.shape) for name, leaf in tree.items()} for tree in (given, wanted))
+    check_no_problems(
+        f"these are not the parameters of this {cfg.model_type}", differences(found, expected, "has shape")
+    )
+
+
 def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """Converts parameters from any layout to another; pure, so it may be jitted, donated to and differentiated.
 

@@ -35,7 +35,7 @@ from ferrum_jax.models.hooks import (
     steered,
     with_edits,
 )
-from ferrum_jax.models.layout import check_names
+from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
@@ -123,7 +123,8 @@ def run(
         cfg: the model's configuration.
         capture: hook points, such as `("z", 3)`, `("resid_post", None)` for all layers, or `blocks.3.attn.hook_z`;
             static under `jit`. Arrays are captured after the interventions at their point.
-        inputs_embeds: used instead of the tokens' embeddings; a family's factor on embeddings is not applied to them.
+        inputs_embeds: used instead of the tokens' embeddings, in their dtype; a family's factor on embeddings is not
+            applied to them.
         loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
         adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter.
         steering: added to the output of each layer, for all tokens or for each one.
@@ -147,7 +148,7 @@ def run(
             `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no `inputs_embeds`.
         UnsupportedError: the model does not have a hook point, or `attention` cannot serve it.
     """
-    check_names(params, cfg)
+    check_shapes(params, cfg)
     check_backend(attention, params, cfg)
     if not isinstance(remat, bool) and remat != "products":
         raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
@@ -171,7 +172,7 @@ def run(
         adapters = as_integers("adapters", adapters)
         check_shape("adapters", adapters, "[B]", (batch,))
     if inputs_embeds is not None:
-        inputs_embeds = jnp.asarray(inputs_embeds)
+        inputs_embeds = jnp.asarray(inputs_embeds).astype(activation_dtype(params))
         check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
     cfg = cfg.reaching(length)
     wanted = _logit_positions(logits, batch, length)

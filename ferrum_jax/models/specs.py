@@ -140,7 +140,10 @@ def partition(
                 raise ConfigError(f"{name}: {logical} goes to the axis {axis!r}, the mesh has {tuple(mesh.shape)}")
             axis = None
         if axis is not None and size % mesh.shape[axis]:
-            raise ConfigError(f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide")
+            raise ConfigError(
+                f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide: "
+                f"a rule {logical!r}: None has it whole on each"
+            )
         axes.append(axis)
     return NamedSharding(mesh, PartitionSpec(*axes))
 

@@ -96,6 +96,17 @@ def _changed(params: ParamTree, leaf: object) -> ParamTree:
     return models.specs.from_names(models.family(CFG).param_specs(CFG), leaves)
 
 
+def test_weakly_typed_weights_are_served_as_others(params: ParamTree, oracle_of: Callable[[ParamTree], Oracle]):
+    weak = _changed(params, jnp.full(24, 1.5))
+    strong = _changed(params, jnp.full(24, 0.5, jnp.float32))
+    for first, second in ((weak, strong), (strong, weak)):
+        with from_params(first, CFG, engine=NARROW) as runner:
+            np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle_of(first)(TOKENS)[-1], rtol=0, atol=1e-4)
+            runner.reset()
+            runner.set_params(second)
+            np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle_of(second)(TOKENS)[-1], rtol=0, atol=1e-4)
+
+
 def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(
     runner: ModelRunner, params: ParamTree, oracle: Oracle
 ):

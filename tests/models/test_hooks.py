@@ -83,6 +83,8 @@ def test_captured_arrays_are_what_the_names_say(name: str):
     logits, at = run(params, tokens, cfg, capture=points_of(cfg))
     last = cfg.num_hidden_layers - 1
     close(models.logits_of(params, at["resid_post", last], cfg), logits)
+    for single in (("resid_post", last), f"blocks.{last}.hook_resid_post"):
+        assert list(run(params, tokens, cfg, capture=single)[1]) == [("resid_post", last)]
     for layer in range(cfg.num_hidden_layers):
         close(at["resid_pre", layer] + at["attn_out", layer], at["resid_mid", layer])
         close(at["resid_mid", layer] + at["mlp_out", layer], at["resid_post", layer])
@@ -334,6 +336,12 @@ def test_generation_follows_the_interventions_of_each_row():
         ("qwen3_moe", {"capture": [("mlp_post", 0)]}, UnsupportedError, "is a mixture of experts"),
         ("deepseek3", {"capture": [("k", 0)]}, UnsupportedError, "no keys and values of heads, but latents"),
         ("mistral", {"interventions": {("z", 0): 3}}, InvalidParameterError, "expected an Edit or a function"),
+        (
+            "mistral",
+            {"interventions": {("z", 0): lambda x: x}},
+            InvalidParameterError,
+            r"the function at \('z', 0\) cannot be called with \(x, positions\)",
+        ),
         ("mistral", {"interventions": [1]}, InvalidParameterError, "expected a mapping"),
         (
             "mistral",

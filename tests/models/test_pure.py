@@ -130,6 +130,24 @@ def test_given_embeddings_take_the_place_of_the_tokens_own():
     np.testing.assert_allclose(other, run(params, tokens, cfg), rtol=0, atol=TOLERANCE)
 
 
+def test_given_embeddings_are_rounded_to_the_dtype_of_the_models_own():
+    (params, cfg), tokens = model_of("one_layer"), tokens_of("one_layer")
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    embeddings = narrow["model"]["embed_tokens"]["weight"][tokens]
+    capture = [("resid_post", 0)]
+    expected, _ = models.run(narrow, tokens, cfg, capture=capture)
+    found, captured = models.run(narrow, tokens, cfg, capture=capture, inputs_embeds=embeddings.astype(jnp.float32))
+    assert captured["resid_post", 0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_parameters_of_another_shape_are_refused_by_name():
+    (params, cfg), tokens = model_of("one_layer"), tokens_of("one_layer")
+    wrong = params | {"model": params["model"] | {"norm": {"weight": jnp.ones(5)}}}
+    with pytest.raises(InvalidParameterError, match=r"model\.norm\.weight has shape \[5\], expected \[\d+\]"):
+        models.forward(wrong, tokens, cfg)
+
+
 def test_a_later_token_does_not_influence_an_earlier_one():
     name = "one_layer"
     (params, cfg), tokens = model_of(name), tokens_of(name)
