@@ -1,5 +1,6 @@
 """The bytes of single tokens, which may be parts of characters."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -33,6 +34,11 @@ class TokenBytes:
         self._letters = _byte_of_letter() if '"ByteLevel"' in decoder else {}
         self._has_marks = _SPACE in decoder or '"Metaspace"' in decoder
         self.can_spell_all = bool(self._letters) or '"ByteFallback"' in decoder
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, as the vocabulary spells it."""
+        return 1 if self._tokenizer is None else max(map(len, self._tokenizer.backend.get_vocab()), default=1)
 
     def of(self, token_id: int) -> bytes:
         """Returns the bytes of a token, perhaps parts of characters; empty for an id beyond the vocabulary."""

@@ -26,7 +26,7 @@ from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.completions import complete
 from ferrum_jax.serve.errors import ApiError, JsonAnswer, unavailable
 from ferrum_jax.serve.middleware import ApiKeys, DirectSend, RequestLog
-from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
+from ferrum_jax.serve.prompting import chat_text, tokenizer_of
 from ferrum_jax.serve.schema import (
     CompletionBody,
     DetokenizeBody,
@@ -182,16 +182,15 @@ async def detokenize(service: Service, http: HttpRequest) -> Response:
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    tokenizer = tokenizer_of(service.llm)
     if body.prompt is not None:
-        tokenizer = tokenizer_of(service.llm)
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     try:
         names = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         conversation = ChatBody.model_validate({name: getattr(body, name) for name in names})
     except ValidationError as problem:
         raise describe(problem) from None
-    conversation.add_special_tokens = bool(body.add_special_tokens)
-    return chat_ids(service.llm, conversation, None)
+    return tokenizer.encode(chat_text(service.llm, conversation), add_special_tokens=bool(body.add_special_tokens))
 
 
 async def load_adapter(service: Service, http: HttpRequest) -> Response:

@@ -17,7 +17,7 @@ from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
 from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
 from ferrum_jax.serve.logprobs import chat_logprobs, prompt_report
-from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
+from ferrum_jax.serve.prompting import chat_text, prompt_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
@@ -99,7 +99,7 @@ def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
 def _group(
     service: Service, body: ChatBody, tool_format: ToolFormat | None, adapter: ActiveLoraAdapter | None
 ) -> list[Request]:
-    ids = chat_ids(service.llm, body, service.most_prompt_tokens)
+    ids = prompt_ids(service, chat_text(service.llm, body), add_special_tokens=body.add_special_tokens)
     check_room(service, ids, body.limit)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling(

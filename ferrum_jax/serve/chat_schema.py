@@ -7,11 +7,12 @@ from pydantic import Field, model_validator
 
 from ferrum_jax.generate.chat import TEMPLATE_OWN
 from ferrum_jax.generate.structured import Structured
-from ferrum_jax.serve.errors import bad_request
 from ferrum_jax.serve.schema import Body, Count, FieldError, Items, SamplingBody
 
 MAX_MESSAGES = 4096  # of one request
 MAX_TOOLS = 1024
+MAX_ARGUMENTS = 1 << 20  # characters of one call
+MAX_VARIABLES = 128  # of a chat template
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
 )  # fmt: skip
@@ -29,7 +30,8 @@ class CalledFunction(Body):
     """The function of a call, with its arguments as JSON text."""
 
     name: str
-    arguments: str = ""
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
+    parsed_arguments: Any = None  # of OpenAI's client
 
 
 class ToolCall(Body):
@@ -54,6 +56,7 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = None
+    parsed: Any = None  # of OpenAI's client
     function_call: None = None
 
     @model_validator(mode="after")
@@ -63,7 +66,10 @@ class Message(Body):
         return self
 
     def rendered(self) -> dict[str, Any]:
-        """Returns the message as chat templates expect it: content as one text, arguments of calls as objects."""
+        """Returns the message as chat templates expect it: content as one text, arguments of calls as objects.
+
+        Arguments that are no JSON object, as of a call that was cut off, stay a text.
+        """
         text = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
         made: dict[str, Any] = {"role": self.role, "content": text}
         made |= {
@@ -152,7 +158,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     echo: Literal[False] | None = False
 
     @model_validator(mode="before")
@@ -239,11 +245,9 @@ class ChatBody(SamplingBody):
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Returns the arguments of a call as a value; raises a 400 if they are not a JSON object."""
+    text = call.function.arguments
     try:
-        found = json.loads(call.function.arguments or "{}")
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise bad_request(f"messages: the arguments of a call of {call.function.name} are no JSON object", "messages")
-    return found
+        return text
+    return found if isinstance(found, dict) else text

@@ -15,7 +15,7 @@ from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
 from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
 from ferrum_jax.serve.logprobs import TextLogprobs, prompt_report
-from ferrum_jax.serve.prompting import check_length, tokenizer_of
+from ferrum_jax.serve.prompting import check_length, prompt_ids, tokenizer_of
 from ferrum_jax.serve.schema import CompletionBody
 from ferrum_jax.serve.service import Service
 
@@ -67,8 +67,9 @@ def _group(
 ) -> list[Request]:
     """Returns the requests of one prompt."""
     if isinstance(prompt, str):
-        prompt = tokenizer_of(service.llm).encode(prompt, add_special_tokens=body.add_special_tokens)
-    ids = check_length(prompt, service.most_prompt_tokens)
+        ids = prompt_ids(service, prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        ids = check_length(prompt, service.most_prompt_tokens)
     check_room(service, ids, body.max_tokens)
     with_prompt = body.prompt_logprobs if body.prompt_logprobs is not None else -1
     if body.echo and body.logprobs is not None:

@@ -1,19 +1,35 @@
-"""Prompts: checks of their length, and token ids of conversations by the chat template."""
+"""Prompts: their token ids, checks of their length, and conversations as text by the chat template."""
 
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.errors import bad_request
+from ferrum_jax.serve.service import Service
 
 TOO_LONG = "context_length_exceeded"
+_LEAST_LIMIT = 1 << 16  # characters; any shorter text is tokenised
+_SHRINKS = 4  # characters that a tokenizer's normalisation may join into one
 
 
-def check_length(ids: list[int], most: int | None) -> list[int]:
+def check_length(ids: list[int], most: int) -> list[int]:
     """Returns a prompt's ids; raises a 400 if there are more than `most`."""
-    if most is not None and len(ids) > most:
+    if len(ids) > most:
         raise bad_request(f"the prompt has {len(ids)} tokens, at most {most} are taken", "prompt", TOO_LONG)
     return ids
+
+
+def prompt_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Returns the ids of a prompt's text; raises a 400 if there are more than the server takes.
+
+    A text so long that its tokens must be more is refused before it is tokenised, which would take seconds.
+    """
+    tokenizer, most = tokenizer_of(service.llm), service.most_prompt_tokens
+    longest = max(_LEAST_LIMIT, _SHRINKS * most * service.vocabulary.longest)
+    if len(text) > longest:
+        said = f"the prompt has {len(text):,} characters, at most {longest:,} are read for {most:,} tokens"
+        raise bad_request(said, "prompt", TOO_LONG)
+    return check_length(tokenizer.encode(text, add_special_tokens=add_special_tokens), most)
 
 
 def tokenizer_of(llm: LLM) -> Tokenizer:
@@ -23,8 +39,8 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
     return llm.tokenizer
 
 
-def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
-    """Returns the token ids of a request's conversation; raises a 400 if it cannot be rendered or is too long."""
+def chat_text(llm: LLM, body: ChatBody) -> str:
+    """Returns a request's conversation as the chat template renders it; raises a 400 if it cannot be rendered."""
     tokenizer = tokenizer_of(llm)
     tools = [tool.rendered() for tool in body.tools or ()] if body.may_call else None
     template = tokenizer.template_for(tools=tools is not None)
@@ -43,7 +59,6 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
     for name in ("add_generation_prompt", "continue_final_message"):
         variables[name] = getattr(body, name)
     try:
-        text = tokenizer.render(messages, tools=tools, **variables)
+        return tokenizer.render(messages, tools=tools, **variables)
     except RequestValidationError as problem:  # the last message has no text, or the template leaves it out
         raise bad_request(str(problem), "messages") from None
-    return check_length(tokenizer.encode(text, add_special_tokens=body.add_special_tokens), most)

@@ -12,6 +12,8 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.serve import prompting
+from ferrum_jax.serve.chat_schema import Message, ToolCall
 from ferrum_jax.serve.server import RunningServer
 from tests.serve.conftest import async_client
 from tests.serve.models import Scripted, characters
@@ -337,11 +339,30 @@ def test_the_result_of_a_call_goes_back_to_the_template(scripted: Start):
     )
     assert out.choices[0].message.content == "Rain."
     assert "assistant:NoneBern" in model.tokenizer.decode(out.prompt_token_ids)
-    wrong = [messages[0], {**messages[1], "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]
-    with pytest.raises(openai.BadRequestError, match="no JSON object"):
-        client.chat.completions.create(model="tiny", messages=wrong, tools=TOOLS)
+    for arguments, shown in (
+        ("[1]", "[1]"),
+        ('{"city": "Be', '{"city": "Be'),
+        ("", "{}"),
+    ):  # as of a call that was cut off
+        call = ToolCall.model_validate({"function": {"name": "f", "arguments": arguments}})
+        message = Message(role="assistant", tool_calls=[call])
+        found = message.rendered()["tool_calls"][0]["function"]["arguments"]
+        assert (found if isinstance(found, str) else json.dumps(found)) == shown
     assert server.service.tool_format is not None
     assert server.service.tool_format.name == "hermes"
+
+
+def test_a_message_that_openais_client_has_parsed_goes_back(scripted: Start):
+    model, client, _ = scripted(TOOL_TEMPLATE)
+    call = {"name": "get_weather", "arguments": '{"city": "Bern"}', "parsed_arguments": {"city": "Bern"}}
+    said = [
+        {"role": "assistant", "content": "Bern", "parsed": {"city": "Bern"}},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+    ]
+    out: Any = client.chat.completions.create(
+        model="tiny", messages=[*QUESTION, *said], tools=TOOLS, extra_body={"return_token_ids": True}
+    )
+    assert "assistant:Bernassistant:NoneBern" in model.tokenizer.decode(out.prompt_token_ids)
 
 
 def test_harmony_is_read_without_tools_too(scripted: Start):
@@ -429,8 +450,15 @@ def test_long_prompts_become_tokens_in_a_thread_that_no_short_one_needs(
 
     encode = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    for text, status in (("a", 200), ("a" * (1 << 18), 400)):
+    monkeypatch.setattr(prompting, "_LEAST_LIMIT", 1 << 19)
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    for size, tokenised in ((1, ["serve"]), (1 << 18, ["serve-slow"]), (1 << 20, [])):
+        text = "a" * size
         prompt: Any = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        assert http.post(path, json=prompt | {"max_tokens": 1}).status_code == status
-    assert threads == ["serve", "serve-slow"]
+        answer = http.post(path, json=prompt | {"max_tokens": 1})
+        assert threads == tokenised
+        threads.clear()
+        if size > 1:
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "at most 524,288 are read" in answer.json()["error"]["message"]

@@ -38,6 +38,8 @@ LIMITS: list[tuple[type[Body], str, Any, Any, str]] = [  # what is taken, what i
     (CompletionBody, "prompt", [1] * 3000, ["a"] * 2049, "prompt has 2049 prompts, at most 2048"),
     (ChatBody, "messages", [MESSAGE] * MAX_MESSAGES, [MESSAGE] * (MAX_MESSAGES + 1), "at most 4096 items"),
     (ChatBody, "tools", [TOOL] * MAX_TOOLS, [TOOL] * (MAX_TOOLS + 1), "at most 1024 items"),
+    (ChatBody, "chat_template_kwargs", dict.fromkeys(map(str, range(128)), 1),
+     dict.fromkeys(map(str, range(129)), 1), "at most 128 items"),
 ]  # fmt: skip
 
 

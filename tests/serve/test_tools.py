@@ -86,6 +86,7 @@ def test_harmonys_channels_are_told_apart():
     assert parse("gpt_oss", "<|channel|>final<|message|>Cut <|re") == Parsed("Cut <|re")
     assert parse("gpt_oss", "<|channel|>fin") == Parsed()
     assert parse("gpt_oss", "no marks") == Parsed("no marks")
+    assert parse("gpt_oss", "<|channel|>commentary to=functions.<|message|>{}") == Parsed("{}")  # to nobody
     by_role = " to=functions.f<|channel|>commentary json<|message|><|call|>"
     assert parse("gpt_oss", by_role) == Parsed(calls=[Call("f", "{}")])
 

@@ -58,9 +58,9 @@ class HarmonyMessages(ToolParser):
         words = rest.replace(CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
-        self._recipient = sent[0] if sent and self._may_call else ""
+        self._recipient = sent[0].removeprefix(_FUNCTIONS) if sent and self._may_call else ""
         self._buffer, self._in_body, self._has_arguments, self._object = "", True, False, None
-        return [CallBegin(self._recipient.removeprefix(_FUNCTIONS))] if self._recipient else []
+        return [CallBegin(self._recipient)] if self._recipient else []
 
     def _body(self) -> list[Event]:
         if self._recipient and self._is_in_string(self._buffer[-1]):

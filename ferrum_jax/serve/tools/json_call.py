@@ -75,15 +75,20 @@ class CallObject:
     def __init__(self, names: Collection[str] | None = None):
         """Takes the function names that make an object a call; None: any name does."""
         self.state = State.READING
-        self.raw = ""
+        self._raw: list[str] = []
         self._names = names
         self._name: str | None = None
-        self._arguments = ""  # text of them that is read and not reported yet
+        self._arguments: list[str] = []  # text of them that is read and not reported yet
         self._has_arguments = False
         self._is_told = False
         self._events: list[Event] = []  # of the character being read
         self._reading = self._read()
         next(self._reading)
+
+    @property
+    def raw(self) -> str:
+        """The text read so far."""
+        return "".join(self._raw)
 
     @property
     def is_call(self) -> bool:
@@ -92,7 +97,7 @@ class CallObject:
 
     def push(self, letter: str) -> list[Event]:
         """Takes the next character."""
-        self.raw += letter
+        self._raw.append(letter)
         self._events = []
         if self.state is not State.READING:
             return []
@@ -154,11 +159,12 @@ class CallObject:
 
     def _tell(self, arguments: str = "") -> None:
         """Reports the text of the arguments that is not reported yet, if the name is known."""
-        self._arguments += arguments
+        if arguments:
+            self._arguments.append(arguments)
         if self._name is not None and self._arguments:
             begin = [] if self._is_told else [CallBegin(self._name)]
-            self._events += [*begin, Arguments(self._arguments)]
-            self._arguments, self._is_told = "", True
+            self._events += [*begin, Arguments("".join(self._arguments))]
+            self._arguments, self._is_told = [], True
 
 
 def _next_letter() -> Generator[None, str, str]:

@@ -34,6 +34,8 @@ class MistralCalls(ToolParser):
 
     def _outside(self, letter: str) -> list[Event]:
         self._buffer += letter
+        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # held back, as the space before it
+            return []
         if self._buffer.endswith(MARK):
             before, self._buffer = self._buffer[: -len(MARK)].rstrip(), ""
             self._raw, self._step, self._is_list = MARK, self._after_mark, False

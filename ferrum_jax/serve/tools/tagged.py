@@ -43,6 +43,8 @@ class TaggedCalls(ToolParser):
 
     def _outside(self, letter: str) -> list[Event]:
         self._buffer += letter
+        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # held back, as the space before it
+            return []
         if self._buffer.endswith(OPEN):
             before, self._buffer, self._call = self._buffer[: -len(OPEN)].rstrip(), "", CallObject()
             return [Content(before)] if before else []
