@@ -19,7 +19,7 @@ from ferrum_jax.weights.hub import resolve
 
 BESIDE = (  # files of a Hugging Face folder besides its weights; the tokenizer reads ids from the configurations
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
+    "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
 

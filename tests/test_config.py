@@ -401,6 +401,11 @@ def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
         ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})
 
 
+def test_olmo3_has_one_base_in_the_older_spelling():
+    found = ModelConfig.from_hf(OLMO3_7B | {"rope_theta": 100.0})
+    assert (found.rope_theta, found.local_rope_theta) == (100.0, 100.0)
+
+
 def test_of_a_model_with_images_the_language_model_is_read():
     gemma3_4b = {
         "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",

@@ -68,6 +68,13 @@ def test_a_folder_becomes_a_checkpoint_that_says_the_same(folder: Path, tmp_path
     assert answers[0].text == answers[1].text != ""
 
 
+def test_the_template_of_a_processor_is_converted_too(folder: Path, tmp_path: Path):
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    made = ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    assert load_tokenizer(made).chat_template == TEMPLATE
+
+
 def test_a_checkpoint_is_converted_again_and_cast(folder: Path, tmp_path: Path):
     narrow = ferrum_jax.convert(folder, tmp_path / "narrow", "bf16", progress=False)
     again = ferrum_jax.convert(narrow, tmp_path / "again", progress=False)

@@ -163,7 +163,11 @@ def _olmo2(s: Settings) -> Fields:
 
 
 def _olmo3(s: Settings) -> Fields:
-    """Reads OLMo 3: of its RoPE settings the scaling applies only to layers without a window."""
+    """Reads OLMo 3: of its RoPE settings the scaling applies only to layers without a window.
+
+    In the older spelling `rope_theta` is the base of all layers. transformers 5.24 gives layers with a window 500000
+    whatever it says; published models have 500000.
+    """
     s = s.defaulting(rms_norm_eps=1e-5, rope_theta=500000.0)
     base = s.number("rope_theta")
     kinds, local_theta = _ropes_by_kind(s, base, base)
@@ -255,14 +259,14 @@ def _gemma3(s: Settings) -> Fields:
 def _periodic_windows(s: Settings, period: int) -> tuple[int | None, ...]:
     """Reads the windows of a model in which all layers have one but every `period`-th, or as `layer_types` says."""
     if (window := s.get("sliding_window", 4096)) is None:
-        raise ConfigError("sliding_window is null, but the model has layers with a window")
+        raise ConfigError("sliding_window is null, expected the width of a window")
     return s.windows(lambda layer: (layer + 1) % period != 0, window)
 
 
 def _ropes_by_kind(s: Settings, base: float, local_base: float) -> tuple[Fields, float]:
     """Reads RoPE settings of full-attention layers and the base of the others, in the newer or the older spelling.
 
-    Bases that are not given there are `base` and `local_base`.
+    `base` and `local_base` are the RoPE bases where the configuration gives none.
     """
     given = s.section("rope_parameters")
     local, full = given.section("sliding_attention"), given.section("full_attention").fields
@@ -377,13 +381,13 @@ FAMILIES: Mapping[str, ConfigReader] = {
     "deepseek_v3": ConfigReader(_deepseek3, _LATENT),
     "gpt_oss": ConfigReader(_gpt_oss, ("num_local_experts", "swiglu_limit", "swiglu_alpha")),
 }
-# Models of text and images that are read without their images: the family of their language model by default.
-WITH_IMAGES: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Multimodal models of which the language model alone is loaded, and the default `model_type` of that.
+MULTIMODAL: Mapping[str, str] = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the language model: of a model of text and images, those of its `text_config`."""
-    kind = WITH_IMAGES.get(str(config.get("model_type")))
+    """Returns the settings of the language model, which a multimodal one has in its `text_config`."""
+    kind = MULTIMODAL.get(str(config.get("model_type")))
     if kind is None:
         return config
     s = Settings(config)
@@ -403,7 +407,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     config = text_settings(config)
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join((*FAMILIES, *WITH_IMAGES))
+        known = ", ".join((*FAMILIES, *MULTIMODAL))
         raise UnsupportedError(f"model_type {name!r} {names}: supported are {known}")
     for setting in CHANGES_ARITHMETIC:
         if setting not in FAMILIES[name].computes and config.get(setting) not in (None, False, 0):

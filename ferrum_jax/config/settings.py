@@ -61,7 +61,7 @@ class Settings:
     def activation(self, name: str, default: str, supported: Collection[str]) -> None:
         """Raises UnsupportedError unless the feed-forward block's activation is among those `supported`."""
         if (found := self.get(name, default)) not in supported:
-            raise UnsupportedError(f"{name} {found!r} is not implemented, only {' and '.join(supported)} is")
+            raise UnsupportedError(f"{name} {found!r} is not implemented, only {' and '.join(supported)}")
 
     def windows(self, slides: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
         """Returns each layer's window or None: layers slide as `layer_types` says, or else where `slides` is true."""

@@ -27,7 +27,7 @@ def strongly_typed(params: ParamTree) -> ParamTree:
     """Returns the same parameters without weak types, such as `jnp.full(8, 1.0)` has; the tree itself without any."""
 
     def is_weak(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.weak_type
+        return isinstance(leaf, jax.Array) and not leaf.is_deleted() and getattr(leaf, "weak_type", False)
 
     if not any(map(is_weak, jax.tree.leaves(params))):
         return params
@@ -68,7 +68,7 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
     home = SingleDeviceSharding(device)
 
     def is_there(leaf: Any) -> bool:
-        if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        if not isinstance(leaf, jax.Array) or leaf.is_deleted() or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return True
         if leaf.sharding != home:
             return False

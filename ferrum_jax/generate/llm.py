@@ -198,7 +198,7 @@ class LLM:
                 CancelledError. `keep`: they go on with the KV of the old weights; requests without a token yet restart,
                 and a request that is preempted or reset later is recomputed under the new weights. `recompute`: they go
                 on, and their KV is recomputed under the new weights. Log-probabilities of a prompt are those of the
-                weights that sampled its first token.
+                weights that sampled its first token, or that continued a former answer.
 
         Returns:
             The version of these weights, as in `RequestOutput.weight_versions`.

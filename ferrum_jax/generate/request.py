@@ -332,7 +332,7 @@ class Request:
     def restart(self) -> None:
         """Begins again with an empty KV; keeps the generated tokens, their captures, and the prompt's scores.
 
-        Without a token the scores go, too: the weights that sample the first one may be others by then.
+        If no token was generated yet, the scores are dropped, too: new weights may sample the first one.
         """
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.is_bound = 0, 0, False, False
         if not self.choices or self.num_captured < len(self.tokens) - 1:  # an answer to be continued was not read yet

@@ -350,7 +350,10 @@ def _read_added_tokens(file: Path, special: Collection[str]) -> list[tokenizers.
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:
     """Reads the ids that end a generation from the first of the model's files that has any."""
     for name in (GENERATION, "config.json"):
-        found = _read_json(folder / name).get("eos_token_id")
+        fields = _read_json(folder / name)
+        text = fields.get("text_config")  # of a multimodal model, whose own field may be null
+        own = text if fields.get("eos_token_id") is None and isinstance(text, Mapping) else fields
+        found = own.get("eos_token_id")
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]

@@ -144,7 +144,7 @@ def check_shapes(params: ParamTree, cfg: ModelConfig) -> None:
     check_names(params, cfg)
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout_of(params)))
     given = named_leaves(params, lambda leaf: is_quantised(leaf) or hasattr(leaf, "shape"))
-    found, expected = ({name: list(leaf.shape) for name, leaf in tree.items()} for tree in (given, wanted))
+    found, expected = ({name: list(np.shape(leaf)) for name, leaf in tree.items()} for tree in (given, wanted))
     check_no_problems(
         f"these are not the parameters of this {cfg.model_type}", differences(found, expected, "has shape")
     )

@@ -172,7 +172,10 @@ def run(
         adapters = as_integers("adapters", adapters)
         check_shape("adapters", adapters, "[B]", (batch,))
     if inputs_embeds is not None:
-        inputs_embeds = jnp.asarray(inputs_embeds).astype(activation_dtype(params))
+        inputs_embeds = jnp.asarray(inputs_embeds)
+        if not jnp.issubdtype(inputs_embeds.dtype, jnp.floating):
+            raise InvalidParameterError(f"inputs_embeds are {inputs_embeds.dtype}, expected floating-point numbers")
+        inputs_embeds = inputs_embeds.astype(activation_dtype(params))
         check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
     cfg = cfg.reaching(length)
     wanted = _logit_positions(logits, batch, length)

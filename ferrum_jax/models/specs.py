@@ -142,7 +142,7 @@ def partition(
         if axis is not None and size % mesh.shape[axis]:
             raise ConfigError(
                 f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide: "
-                f"a rule {logical!r}: None has it whole on each"
+                f"the rule {{{logical!r}: None}} replicates it"
             )
         axes.append(axis)
     return NamedSharding(mesh, PartitionSpec(*axes))

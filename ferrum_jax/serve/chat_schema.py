@@ -12,7 +12,7 @@ from ferrum_jax.serve.schema import Body, Count, FieldError, Items, SamplingBody
 MAX_MESSAGES = 4096  # of one request
 MAX_TOOLS = 1024
 MAX_ARGUMENTS = 1 << 20  # characters of one call
-MAX_VARIABLES = 128  # of a chat template
+MAX_TEMPLATE_VARIABLES = 128
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
 )  # fmt: skip
@@ -31,7 +31,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
-    parsed_arguments: Any = None  # of OpenAI's client
+    parsed_arguments: Any = None  # set by OpenAI's Python client, ignored
 
 
 class ToolCall(Body):
@@ -56,7 +56,7 @@ class Message(Body):
     refusal: None = None
     audio: None = None
     annotations: list[Any] | None = None
-    parsed: Any = None  # of OpenAI's client
+    parsed: Any = None  # set by OpenAI's Python client, ignored
     function_call: None = None
 
     @model_validator(mode="after")
@@ -158,7 +158,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     echo: Literal[False] | None = False
 
     @model_validator(mode="before")

@@ -9,7 +9,7 @@ from ferrum_jax.serve.service import Service
 
 TOO_LONG = "context_length_exceeded"
 _LEAST_LIMIT = 1 << 16  # characters; any shorter text is tokenised
-_SHRINKS = 4  # characters that a tokenizer's normalisation may join into one
+_MOST_JOINED = 4  # characters that a tokenizer's normalisation usually joins into one at most
 
 
 def check_length(ids: list[int], most: int) -> list[int]:
@@ -22,10 +22,10 @@ def check_length(ids: list[int], most: int) -> list[int]:
 def prompt_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """Returns the ids of a prompt's text; raises a 400 if there are more than the server takes.
 
-    A text so long that its tokens must be more is refused before it is tokenised, which would take seconds.
+    A text over the limit of characters is refused before it is tokenised, which would take seconds.
     """
     tokenizer, most = tokenizer_of(service.llm), service.most_prompt_tokens
-    longest = max(_LEAST_LIMIT, _SHRINKS * most * service.vocabulary.longest)
+    longest = max(_LEAST_LIMIT, _MOST_JOINED * most * service.vocabulary.longest)
     if len(text) > longest:
         said = f"the prompt has {len(text):,} characters, at most {longest:,} are read for {most:,} tokens"
         raise bad_request(said, "prompt", TOO_LONG)

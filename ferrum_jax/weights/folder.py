@@ -1,7 +1,7 @@
 """Hugging Face folders: `config.json` and one or more safetensors files, read one tensor at a time."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.config.families import MULTIMODAL
 from ferrum_jax.contract.errors import (
     ConfigError,
     FerrumError,
@@ -44,12 +45,12 @@ from ferrum_jax.weights.safetensors_file import (
     read_entries,
     read_runs,
     read_tensor,
+    text_name,
 )
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme, split_packing
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_BESIDE_IMAGES = ("language_model.model.", "language_model.lm_head.", "model.language_model.")
 _ROWS = 1 << 12  # rows compared at a time
 _SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -100,11 +101,12 @@ class SafetensorsSource:
     def __init__(self, folder: Path):
         self.path = folder
         self.formats: Formats = {}  # none: quantised weights are dequantised by default
-        self.config, self._scheme = _read_config(folder / "config.json")
+        self.config, self._scheme, is_multimodal = _read_config(folder / "config.json")
         self._specs = named_leaves(family(self.config).param_specs(self.config))
         self._axes = stored_axes(self._specs)
-        supported = FLOATS if self._scheme is None else FLOATS + NARROW
-        self._entries = _text_entries(_read_shards(folder, supported))
+        self._entries = _text_entries(_read_shards(folder), is_multimodal=is_multimodal)
+        for entry in self._entries.values():
+            check_dtype(entry, FLOATS if self._scheme is None else FLOATS + NARROW)
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
         if self.config.tie_word_embeddings and self._has_own_head():  # as transformers does
@@ -227,10 +229,12 @@ class SafetensorsSource:
         return found
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None]:
+def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None, bool]:
+    """Reads the model's configuration, that of quantised weights, and whether the checkpoint is multimodal."""
     fields, packing = split_packing(read_json(path))
     try:
-        return ModelConfig.from_hf(fields), None if packing is None else read_scheme(packing)
+        cfg = ModelConfig.from_hf(fields)
+        return cfg, None if packing is None else read_scheme(packing), fields["model_type"] in MULTIMODAL
     except (ConfigError, UnsupportedError) as problem:
         raise type(problem)(f"{path}: {problem}") from None
 
@@ -268,11 +272,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return listed
 
 
-def _read_shards(folder: Path, supported: Collection[str]) -> dict[str, Entry]:
+def _read_shards(folder: Path) -> dict[str, Entry]:
     """Returns the tensors of all files of a folder, by the names that they have there."""
     found: dict[str, Entry] = {}
     for path in _shards(folder):
-        for name, entry in read_entries(path, supported).items():
+        for name, entry in read_entries(path, None).items():
             if name in found:
                 raise InvalidFormatError(f"{path}: tensor {name} is also in {found[name].path.name}")
             found[name] = entry
@@ -282,21 +286,20 @@ def _read_shards(folder: Path, supported: Collection[str]) -> dict[str, Entry]:
     return found
 
 
-def _text_entries(stored: Mapping[str, Entry]) -> dict[str, Entry]:
+def _text_entries(stored: Mapping[str, Entry], *, is_multimodal: bool) -> dict[str, Entry]:
     """Returns the tensors of the language model, by their names in a checkpoint of that model alone.
 
-    A checkpoint of text and images puts `language_model` into these names, in one of two ways; its other tensors are
-    left out. One that was saved without a head, as by transformers' `AutoModel`, lacks the prefix `model.`.
+    Of a multimodal checkpoint the other tensors are ignored. One that was saved without a head, as by transformers'
+    `AutoModel`, lacks the prefix `model.`.
     """
-    if not any(name.startswith(_BESIDE_IMAGES) for name in stored):
+    if not is_multimodal and not any("language_model." in name for name in stored):
         prefix = "" if any(name.startswith("model.") for name in stored) else "model."
         return {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in stored.items()}
     found: dict[str, Entry] = {}
     for name, entry in stored.items():
-        if name.startswith((*_BESIDE_IMAGES, "lm_head.")):
-            _, _, rest = name.rpartition("language_model.")
-            own = rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
-            if own in found:
-                raise InvalidFormatError(f"{entry.path}: {name} and {found[own].name} are both {own}")
+        own = text_name(name)
+        if own in found:
+            raise InvalidFormatError(f"{entry.path}: {name} and {found[own].name} are both {own}")
+        if own is not None:
             found[own] = entry
     return found

@@ -6,7 +6,7 @@ Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,9 @@ from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.weights.assemble import check_problems, check_tensors
 from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.peft_config import PeftConfig
-from ferrum_jax.weights.safetensors_file import read_entries, read_tensor
+from ferrum_jax.weights.safetensors_file import read_entries, read_tensor, text_name
 
+_BASE = "base_model.model."  # before a module's own name
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -66,7 +67,9 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     """
     folder = Path(folder)
     config = _read_config(folder)
-    products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(name)}
+    path = folder / WEIGHTS
+    spelt = _spelling(read_entries(path) if path.is_file() else {})
+    products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(spelt(name))}
     for other in ("lm_head", "model.embed_tokens"):
         if config.is_target(other):
             raise UnsupportedError(
@@ -74,7 +77,6 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
             )
     if not products:
         raise ConfigError(f"{folder / CONFIG}: target_modules name no projection of this model")
-    path = folder / WEIGHTS
     if not path.exists() and (folder / PICKLE).exists():
         raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
     entries = read_entries(path)
@@ -162,14 +164,29 @@ def _read_config(folder: Path) -> PeftConfig:
 
 
 def _canonical(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Maps every tensor's current name to its name in the file, which in older files has `.default`, and its shape."""
+    """Maps every tensor's current name to its name in the file and its shape.
+
+    In older files it has `.default`, and in an adapter of a multimodal model `language_model.` (`text_name`).
+    """
     named = {}
     for name, shape in shapes.items():
         today = name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+        if today.startswith(_BASE) and "language_model." in today:
+            today = _BASE + (text_name(today.removeprefix(_BASE)) or today.removeprefix(_BASE))
         if today in named:
             raise InvalidFormatError(f"{path}: {name} is there twice, also as {named[today][0]}")
         named[today] = (name, shape)
     return named
+
+
+def _spelling(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns how an adapter with these tensors spells a module, which its configuration names or matches."""
+    own = [name.removeprefix(_BASE) for name in names]
+    if any(name.startswith("language_model.") for name in own):
+        return lambda module: f"language_model.{module}"
+    if any(name.startswith("model.language_model.") for name in own):
+        return lambda module: module.replace("model.", "model.language_model.", 1)
+    return lambda module: module
 
 
 def _tensors(config: PeftConfig, products: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
@@ -182,4 +199,4 @@ def _tensors(config: PeftConfig, products: Mapping[str, ParamSpec]) -> dict[str,
 
 
 def _name(product: str, half: str) -> str:
-    return f"base_model.model.{product}.lora_{half}.weight"
+    return f"{_BASE}{product}.lora_{half}.weight"

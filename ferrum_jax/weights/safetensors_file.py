@@ -28,12 +28,23 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, Entry]:
+def text_name(stored: str) -> str | None:
+    """Returns a tensor's name in the language model alone, given its name in a multimodal checkpoint.
+
+    Such a checkpoint has `language_model.` before or after `model.`. None: the tensor is not of the language model.
+    """
+    before, found, rest = stored.rpartition("language_model.")
+    if found and before in ("", "model."):
+        return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+    return stored if stored.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) else None
+
+
+def read_entries(path: Path, supported: Collection[str] | None = FLOATS) -> dict[str, Entry]:
     """Returns every tensor of the header, by name; reads no tensor.
 
     Raises:
         NotFoundError: there is no such file.
-        UnsupportedError: a tensor has a dtype that is not among those `supported`.
+        UnsupportedError: a tensor has a dtype that is not among those `supported`, unless they are None.
         InvalidFormatError: this is not a whole safetensors file.
     """
     check_regular(path)
@@ -43,7 +54,8 @@ def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, E
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 tensor = file.get_slice(name)
                 entries[name] = Entry(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
-                check_dtype(entries[name], supported)
+                if supported is not None:
+                    check_dtype(entries[name], supported)
     except FileNotFoundError:
         raise NotFoundError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as problem:

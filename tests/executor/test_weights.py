@@ -113,6 +113,7 @@ def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(
     gone = jnp.ones(24)
     gone.delete()
     wrong = [
+        (jax.random.key(0), r"model.norm.weight is key"),
         (jnp.ones(25), r"model.norm.weight is float32\[25\] on .*, expected float32\[24\]"),
         (jnp.ones(24, jnp.float16), "float16"),
         (np.ones(24, np.float32), "a ndarray"),

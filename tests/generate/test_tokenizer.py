@@ -617,6 +617,9 @@ def test_older_files_do_not_count_beside_an_added_tokens_decoder(tmp_path: Path)
 def test_chat_templates_are_found_in_every_place(tmp_path: Path):
     write_folder(tmp_path, chat_template={"chat_template": "of the processor"})
     assert load_tokenizer(tmp_path).chat_template == "of the processor"
+    (tmp_path / "config.json").write_text('{"eos_token_id": null, "text_config": {"eos_token_id": 7}}')
+    assert 7 in load_tokenizer(tmp_path).eos_token_ids
+    (tmp_path / "config.json").unlink()
     write_folder(tmp_path, tokenizer_config={"chat_template": "one"})
     assert load_tokenizer(tmp_path).chat_template == "one"
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]

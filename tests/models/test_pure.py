@@ -15,6 +15,7 @@ from ferrum_jax import from_params, generate_fn, models
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.norm import rms_norm
@@ -137,7 +138,7 @@ def test_given_embeddings_are_rounded_to_the_dtype_of_the_models_own():
     capture = [("resid_post", 0)]
     expected, _ = models.run(narrow, tokens, cfg, capture=capture)
     found, captured = models.run(narrow, tokens, cfg, capture=capture, inputs_embeds=embeddings.astype(jnp.float32))
-    assert captured["resid_post", 0].dtype == jnp.bfloat16
+    assert captured[Point("resid_post", 0)].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, expected)
 
 

@@ -260,8 +260,13 @@ def test_an_index_that_leaves_its_folder_is_refused(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("layers", "head"),
-    [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")],
-    ids=["before", "within"],
+    [
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.", "lm_head."),
+        ("model.", "lm_head."),
+    ],
+    ids=["before", "within", "alone", "not at all"],
 )
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_language_model_of_a_checkpoint_with_images_is_read(layers: str, head: str, shards: int, tmp_path: Path):
@@ -272,12 +277,14 @@ def test_the_language_model_of_a_checkpoint_with_images_is_read(layers: str, hea
         for own, prefix in spelt.items()
         if name.startswith(own)
     }
-    images = {
+    images: dict[str, np.ndarray] = {
         f"{one}.{name}": np.ones(3, np.float32)
         for one in ("vision_tower", "model.multi_modal_projector")
         for name in ("norm.weight", "lm_head.weight")
     }
-    folder = tiny.write_folder(tmp_path, CONFIG, shards, named=images | named)
+    images["vision_tower.position_ids"] = np.arange(3)  # of a dtype that no parameter may have
+    config = {"model_type": "mistral3", "text_config": CONFIG, "tie_word_embeddings": False}
+    folder = tiny.write_folder(tmp_path, config, shards, named=images | named)
     tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(CONFIG))
 
 

@@ -94,6 +94,26 @@ def test_names_and_settings_as_older_files_have_them_read_the_same(folder: Path)
     assert_same(read_adapter(folder, CFG), expected)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_an_adapter_of_a_multimodal_model_is_read(prefix: str, folder: Path):
+    expected = read_adapter(folder, CFG)
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("base_model.model.model.", f"base_model.model.{prefix}")] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+    assert_same(read_adapter(folder, CFG), expected)
+    wanted = "|".join({name.rpartition(".")[2] for name in expected.projections})
+    change_config(folder, target_modules=rf".*language_model.*\.({wanted})", exclude_modules=None)
+    read_adapter(folder, CFG)
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update({"base_model.model.vision_tower.q.lora_A.weight": np.ones(3, np.float32)}),
+    )
+    assert "vision_tower.q.lora_A.weight is unknown" in refuse(folder, InvalidFormatError)
+
+
 @pytest.mark.parametrize("narrow", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_other_widths_become_float32(narrow: type, folder: Path):
     written = {key: tensor.astype(narrow) for key, tensor in load_file(folder / WEIGHTS).items()}

@@ -17,8 +17,8 @@ class LlmKvCacheHandle(KvCacheHandle):
     """One sequence of one executor at one length. It keeps nothing alive: `release_cache` frees the sequence.
 
     `cache_id`, `num_tokens` and the sizes are its own; everything else asks the model, and waits while a call runs.
-    Another sequence that begins here under a released id is not this handle's. One that the model is made to begin by a
-    direct call, under an id that lives here, is taken for it if the length is the same.
+    If this executor reuses a released id, old handles stay stale. If someone releases the id and prefills it again by
+    calling the model directly, and the length is the same, the handle cannot tell.
     """
 
     _table: TrackedSequences

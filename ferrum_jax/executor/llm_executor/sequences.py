@@ -123,7 +123,7 @@ class TrackedSequences:
         if length is not None:
             length = check_length(self.model, "kv_len", length)
             sequence.version += sequence.length != length
-            if length < sequence.length:  # by direct calls: what was reserved is freed, it may even be a new sequence
+            if length < sequence.length:  # by direct calls: its reservation is gone, it may be a new sequence
                 sequence.reserved, sequence.adapter, sequence.knows_adapter = 0, None, False
             sequence.length, sequence.is_known = length, True
         elif sequence.is_known:  # released by a direct call of the model

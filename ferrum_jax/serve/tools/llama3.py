@@ -54,7 +54,7 @@ class LlamaCalls(ToolParser):
             self._call = CallObject(self._names)
             return self._call.push(letter)
         self._buffer += letter
-        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # held back, as the space before it
+        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # still whitespace: keep holding it back
             return []
         return [] if self._is_prefix(whole=False) else self._give_up("")
 

@@ -43,7 +43,7 @@ class TaggedCalls(ToolParser):
 
     def _outside(self, letter: str) -> list[Event]:
         self._buffer += letter
-        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # held back, as the space before it
+        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # still whitespace: keep holding it back
             return []
         if self._buffer.endswith(OPEN):
             before, self._buffer, self._call = self._buffer[: -len(OPEN)].rstrip(), "", CallObject()

@@ -325,7 +325,7 @@ def test_a_call_that_is_undone_leaves_what_was_reserved_before(executor: LlmExec
     assert now.free_blocks > reserved.free_blocks
 
 
-def test_a_refused_call_takes_no_block_for_what_is_reserved_no_more(executor: LlmExecutor, runner: ModelRunner):
+def test_a_refused_call_does_not_reserve_again_what_was_freed(executor: LlmExecutor, runner: ModelRunner):
     """A block that a fork shares by now is not copied; one that a direct truncation has freed is not taken again."""
     handle = run(executor.prefill(prompt(FIRST))).kv_cache
     executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=len(FIRST))])
