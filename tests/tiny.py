@@ -303,7 +303,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 QUICK = (  # one of each family of models/registry.py: the tier of tests that runs by default
-    "llama31", "phi3_beyond", "olmo2", "gemma3", "mixtral", "qwen2_moe", "deepseek3", "gpt_oss",
+    "llama31", "phi3_beyond", "olmo2", "gemma", "gemma3", "mixtral", "qwen2_moe", "deepseek3", "gpt_oss",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ NAMES = ("qwen3_window_biases", "gemma2")
 OTHERS = (
     "phi3",
     "olmo2",
+    "gemma",
     "mixtral",
     "qwen3_moe",
     "deepseek3",
