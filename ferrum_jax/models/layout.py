@@ -129,25 +129,32 @@ def layout_of(params: ParamTree) -> str:
 
 def check_names(params: ParamTree, cfg: ModelConfig) -> None:
     """Raises InvalidParameterError unless a tree, in any layout, has exactly the parameter names of a model."""
-    try:
-        layout = layout_of(params)
-    except (LookupError, TypeError, AttributeError):
-        layout = CHECKPOINT
-    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    wanted = dict.fromkeys(named_leaves(recipes(cfg, layout)))
-    problems = differences(dict.fromkeys(name_of(path) for path, _ in paths), wanted)
-    check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
+    wanted = dict.fromkeys(named_leaves(recipes(cfg, _likely_layout(params))))
+    _check_alike(dict.fromkeys(_leaves(params)), wanted, cfg)
 
 
 def check_shapes(params: ParamTree, cfg: ModelConfig) -> None:
     """As `check_names`, and raises InvalidParameterError unless every parameter has the shape of the model's."""
-    check_names(params, cfg)
-    wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout_of(params)))
-    given = named_leaves(params, lambda leaf: is_quantised(leaf) or hasattr(leaf, "shape"))
-    found, expected = ({name: list(np.shape(leaf)) for name, leaf in tree.items()} for tree in (given, wanted))
-    check_no_problems(
-        f"these are not the parameters of this {cfg.model_type}", differences(found, expected, "has shape")
-    )
+    specs = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, _likely_layout(params)))
+    given = {name: list(np.shape(leaf)) for name, leaf in _leaves(params).items()}
+    _check_alike(given, {name: list(spec.shape) for name, spec in specs.items()}, cfg)
+
+
+def _leaves(params: ParamTree) -> dict[str, Any]:
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
+    return {name_of(path): leaf for path, leaf in paths}
+
+
+def _likely_layout(params: ParamTree) -> str:
+    """Returns the layout of a tree; the checkpoint's for one that is no model's."""
+    try:
+        return layout_of(params)
+    except (LookupError, TypeError, AttributeError):
+        return CHECKPOINT
+
+
+def _check_alike(given: dict[str, Any], wanted: dict[str, Any], cfg: ModelConfig) -> None:
+    check_no_problems(f"these are not the parameters of this {cfg.model_type}", differences(given, wanted))
 
 
 def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:

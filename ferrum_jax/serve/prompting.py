@@ -25,10 +25,11 @@ def prompt_ids(service: Service, text: str, *, add_special_tokens: bool) -> list
     A text over the limit of characters is refused before it is tokenised, which would take seconds.
     """
     tokenizer, most = tokenizer_of(service.llm), service.most_prompt_tokens
-    longest = max(_LEAST_LIMIT, _MOST_JOINED * most * service.vocabulary.longest)
-    if len(text) > longest:
-        said = f"the prompt has {len(text):,} characters, at most {longest:,} are read for {most:,} tokens"
-        raise bad_request(said, "prompt", TOO_LONG)
+    if len(text) > _LEAST_LIMIT:
+        limit = max(_LEAST_LIMIT, _MOST_JOINED * most * service.vocabulary.longest)
+        if len(text) > limit:
+            said = f"the prompt has {len(text):,} characters, at most {limit:,} are read for {most:,} tokens"
+            raise bad_request(said, "prompt", TOO_LONG)
     return check_length(tokenizer.encode(text, add_special_tokens=add_special_tokens), most)
 
 

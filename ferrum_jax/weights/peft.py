@@ -68,25 +68,26 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     folder = Path(folder)
     config = _read_config(folder)
     path = folder / WEIGHTS
-    spelt = _spelling(read_entries(path) if path.is_file() else {})
+    if not path.exists() and (folder / PICKLE).exists():
+        raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
+    entries = read_entries(path)
+    spelt = _spelling(entries)
     products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(spelt(name))}
+    ranks = {name: config.rank_of(spelt(name)) for name in products}
     for other in ("lm_head", "model.embed_tokens"):
-        if config.is_target(other):
+        if config.is_target(spelt(other)):
             raise UnsupportedError(
                 f"{folder / CONFIG}: adapters of {other} are not implemented, only of {', '.join(adapters.PROJECTIONS)}"
             )
     if not products:
         raise ConfigError(f"{folder / CONFIG}: target_modules name no projection of this model")
-    if not path.exists() and (folder / PICKLE).exists():
-        raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
-    entries = read_entries(path)
     tensor_of = _canonical(path, {name: entry.shape for name, entry in entries.items()})
-    check_tensors(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
+    check_tensors(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(products, ranks))
     projections: dict[str, Halves] = {}
     problems = []
     for product in products:
         halves = []
-        for half, scale in (("A", 1.0), ("B", config.scale_of(product))):
+        for half, scale in (("A", 1.0), ("B", config.scale_of(spelt(product)))):
             name, _ = tensor_of[_name(product, half)]
             with np.errstate(over="ignore", invalid="ignore"):
                 halves.append(read_tensor(entries[name]).astype(np.float32) * np.float32(scale))
@@ -94,8 +95,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
                 problems.append(f"{name} has values that are not finite in float32, its scale included")
         projections[product] = (halves[0], halves[1])
     check_problems(path, problems)
-    rank = max(config.rank_of(name) for name in products)
-    return PeftAdapter(path=folder, cfg=cfg, rank=rank, projections=projections)
+    return PeftAdapter(path=folder, cfg=cfg, rank=max(ranks.values()), projections=projections)
 
 
 def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
@@ -189,10 +189,10 @@ def _spelling(names: Iterable[str]) -> Callable[[str], str]:
     return lambda module: module
 
 
-def _tensors(config: PeftConfig, products: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+def _tensors(products: Mapping[str, ParamSpec], ranks: Mapping[str, int]) -> dict[str, ParamSpec]:
     wanted = {}
     for name, weight in products.items():
-        (out_size, in_size), (out_axis, in_axis), rank = weight.shape, weight.axes, config.rank_of(name)
+        (out_size, in_size), (out_axis, in_axis), rank = weight.shape, weight.axes, ranks[name]
         wanted[_name(name, "A")] = ParamSpec((rank, in_size), ("rank", in_axis))
         wanted[_name(name, "B")] = ParamSpec((out_size, rank), (out_axis, "rank"))
     return wanted

@@ -102,6 +102,16 @@ def test_an_adapter_of_a_multimodal_model_is_read(prefix: str, folder: Path):
         for name in list(tensors):
             tensors[name.replace("base_model.model.model.", f"base_model.model.{prefix}")] = tensors.pop(name)
 
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    spelt = {
+        field: {
+            name.replace("model.", prefix, 1) if name.startswith("model.") else name: value
+            for name, value in config[field].items()
+        }
+        for field in ("rank_pattern", "alpha_pattern")
+    }
+    assert spelt["rank_pattern"] != config["rank_pattern"]
+    change_config(folder, **spelt)
     change_tensors(folder, rename)
     assert_same(read_adapter(folder, CFG), expected)
     wanted = "|".join({name.rpartition(".")[2] for name in expected.projections})

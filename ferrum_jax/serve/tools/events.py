@@ -89,6 +89,11 @@ def settled(text: str, marks: Collection[str]) -> str:
     return text[: len(text) - held]
 
 
+def ends_in_spaces(text: str) -> bool:
+    """Whether the last two characters are whitespace; takes the same time however long the text is."""
+    return len(text) > 1 and text[-2:].isspace()
+
+
 def joined(events: Iterable[Event]) -> list[Event]:
     """Joins neighbouring text events of the same kind."""
     made: list[Event] = []

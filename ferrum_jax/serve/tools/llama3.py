@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ferrum_jax.serve.tools.events import Content, Event, ToolParser
+from ferrum_jax.serve.tools.events import Content, Event, ToolParser, ends_in_spaces
 from ferrum_jax.serve.tools.json_call import SPACES, CallObject, State
 
 PYTHON_TAG = "<|python_tag|>"
@@ -54,7 +54,7 @@ class LlamaCalls(ToolParser):
             self._call = CallObject(self._names)
             return self._call.push(letter)
         self._buffer += letter
-        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # still whitespace: keep holding it back
+        if ends_in_spaces(self._buffer):  # still whitespace: keep holding it back
             return []
         return [] if self._is_prefix(whole=False) else self._give_up("")
 

@@ -3,7 +3,7 @@
 Older models write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, settled
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, ends_in_spaces, settled
 from ferrum_jax.serve.tools.json_call import SPACES, CallObject, JsonValue, State
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -34,7 +34,7 @@ class MistralCalls(ToolParser):
 
     def _outside(self, letter: str) -> list[Event]:
         self._buffer += letter
-        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # still whitespace: keep holding it back
+        if ends_in_spaces(self._buffer):  # still whitespace: keep holding it back
             return []
         if self._buffer.endswith(MARK):
             before, self._buffer = self._buffer[: -len(MARK)].rstrip(), ""

@@ -1,6 +1,6 @@
 """Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen write them."""
 
-from ferrum_jax.serve.tools.events import Content, Event, ToolParser, settled
+from ferrum_jax.serve.tools.events import Content, Event, ToolParser, ends_in_spaces, settled
 from ferrum_jax.serve.tools.json_call import CallObject, State
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -43,7 +43,7 @@ class TaggedCalls(ToolParser):
 
     def _outside(self, letter: str) -> list[Event]:
         self._buffer += letter
-        if self._buffer[-2:].isspace() and len(self._buffer) > 1:  # still whitespace: keep holding it back
+        if ends_in_spaces(self._buffer):  # still whitespace: keep holding it back
             return []
         if self._buffer.endswith(OPEN):
             before, self._buffer, self._call = self._buffer[: -len(OPEN)].rstrip(), "", CallObject()
