@@ -31,7 +31,7 @@ from ferrum_jax.models.hooks import (
 )
 from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.sequences import as_integers, check_range
+from ferrum_jax.models.sequences import as_integers, check_adapters, check_range
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
@@ -99,6 +99,8 @@ def generate_fn(
     sampling: Sampling = Sampling(),
     stop_ids: Sequence[int] = (),
     attention: str = "xla",
+    loras: ParamTree | None = None,
+    adapters: jax.Array | None = None,  # int32 [B]
     steering: jax.Array | None = None,  # [L, D]
     interventions: Mapping[Any, Intervention] | None = None,
     sharding: NamedSharding | None = None,
@@ -126,6 +128,8 @@ def generate_fn(
         sampling: how tokens are chosen; the default is greedy.
         stop_ids: ids that end a row; the row includes the one that ended it.
         attention: the backend for whose layout the KV was made.
+        loras: adapter stacks, as for `models.forward`, differentiable too.
+        adapters: the adapter of each row, as there; give both or neither.
         steering: added to the output of each layer, for all tokens; an argument, so that new values do not recompile.
         interventions: an `Edit` or a function by hook point (models/hooks.py), applied to prompt and answer. Arrays
             broadcast against `[B, 1, ...]`. A function is given `[B, T, ...]` and the positions `[B, T]`; T is 1 in the
@@ -138,7 +142,8 @@ def generate_fn(
 
     Raises:
         InvalidParameterError: shapes disagree, `max_tokens` is below 1 or so large that positions exceed int32, `kv`
-            has too few blocks or is another model's, a token is not in the vocabulary, or a length is not from 1 to T.
+            has too few blocks or is another model's, a token is not in the vocabulary, a length is not from 1 to T, or
+            only one of `loras` and `adapters` is given.
             Traced tokens and lengths are not checked: results for wrong ones are undefined.
         UnsupportedError: `attention` cannot serve the model.
     """
@@ -172,11 +177,12 @@ def generate_fn(
     check_range("lengths", lengths, 1, tokens.shape[1])
     check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
+    adapters = check_adapters(loras, adapters, cfg, batch)
     checked = check_interventions(interventions, cfg)
     if steering is not None:
         checked = steered(jnp.asarray(steering), checked, cfg, ())
     cfg = cfg.reaching(length + max_tokens)
-    given = _Arrays(params, kv, tokens, lengths, seeds, edits_of(checked))
+    given = _Arrays(params, kv, tokens, lengths, seeds, loras, adapters, edits_of(checked))
     mesh = explicit_mesh(given)
     if mesh is None and sharding is not None and explicit_axes(sharding.mesh.abstract_mesh):
         mesh = sharding.mesh.abstract_mesh
@@ -199,7 +205,7 @@ def generate_fn(
         compute = jax.shard_map(
             compute,
             mesh=None if mesh is not None or sharding is None else sharding.mesh,
-            in_specs=(_Arrays(PartitionSpec(), of_kv, by_row, by_row, by_row, tuple(own)),),
+            in_specs=(_Arrays(PartitionSpec(), of_kv, by_row, by_row, by_row, PartitionSpec(), by_row, tuple(own)),),
             out_specs=(by_row, of_kv),
             axis_names=set(axes),
         )
@@ -215,6 +221,8 @@ class _Arrays(NamedTuple):
     tokens: Any
     lengths: Any
     seeds: Any
+    loras: Any
+    adapters: Any
     edits: tuple[Any, ...]  # one for each intervention; None for a function
 
 
@@ -229,7 +237,7 @@ def _generate(
     attention: str,
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Generates all rows or, inside a `shard_map`, the rows of one device."""
-    params, kv, tokens, lengths, seeds, edits = vary_alike(*given)
+    params, kv, tokens, lengths, seeds, loras, adapters, edits = vary_alike(*given)
     interventions = with_edits(interventions, edits)
     batch, length = tokens.shape
     if kv is None:
@@ -242,9 +250,11 @@ def _generate(
     ones = jnp.ones(batch, jnp.float32)
 
     def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
-        step = Batch(groups=(group,), logit_rows=wanted)
+        step = Batch(groups=(replace(group, adapters=adapters),), logit_rows=wanted)
         edits = rows_as_tokens(interventions, *group.tokens.shape)
-        logits, kv, _ = family(cfg).forward(params, kv, step, cfg, attention=attention, interventions=edits)
+        logits, kv, _ = family(cfg).forward(
+            params, kv, step, cfg, loras=loras, attention=attention, interventions=edits
+        )
         return logits, kv
 
     def choose(logits: jax.Array, seen: jax.Array, alive: jax.Array, at: jax.Array):

@@ -159,18 +159,12 @@ def run(
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
     if inputs_embeds is None:
         check_range("tokens", tokens, 0, cfg.vocab_size - 1)
-    if (loras is None) != (adapters is None):
-        raise InvalidParameterError("give both `loras` and `adapters` or neither: only one of them is given")
-    if loras is not None:
-        check_stacks(loras, cfg)
     batch, length = tokens.shape
+    adapters = check_adapters(loras, adapters, cfg, batch)
     checked = check_interventions(interventions, cfg)
     check_points([point for point in checked if point.layer is not None], cfg, first if isinstance(first, int) else 0)
     if steering is not None:
         checked = steered(jnp.asarray(steering), checked, cfg, (batch, length, cfg.hidden_size))
-    if adapters is not None:
-        adapters = as_integers("adapters", adapters)
-        check_shape("adapters", adapters, "[B]", (batch,))
     if inputs_embeds is not None:
         inputs_embeds = jnp.asarray(inputs_embeds)
         if not jnp.issubdtype(inputs_embeds.dtype, jnp.floating):
@@ -215,7 +209,7 @@ def _compute(
         lengths=jnp.zeros(batch, jnp.int32),
         counts=jnp.full(batch, length, jnp.int32),
         tables=jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns),
-        adapters=None if given.adapters is None else given.adapters.astype(jnp.int32),
+        adapters=given.adapters,
     )
     embeds = given.inputs_embeds
     logits, _, captured = family(cfg).forward(
@@ -348,6 +342,22 @@ def as_integers(name: str, values: object) -> jax.Array:
     if isinstance(given, np.ndarray) and (wrong := given.astype(np.int32) != given).any():
         raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits with a sign")
     return jnp.asarray(given)
+
+
+def check_adapters(loras: ParamTree | None, adapters: object, cfg: ModelConfig, batch: int) -> jax.Array | None:
+    """Returns the adapter of each row, int32 `[B]`, or None if none are given.
+
+    Raises:
+        InvalidParameterError: only one of `loras` and `adapters` is given, or one has a wrong shape or type.
+    """
+    if (loras is None) != (adapters is None):
+        raise InvalidParameterError("give both `loras` and `adapters` or neither: only one of them is given")
+    if loras is None:
+        return None
+    check_stacks(loras, cfg)
+    adapters = as_integers("adapters", adapters)
+    check_shape("adapters", adapters, "[B]", (batch,))
+    return adapters.astype(jnp.int32)
 
 
 def check_range(

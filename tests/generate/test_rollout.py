@@ -14,6 +14,7 @@ from ferrum_jax.contract import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.kvcache import state
+from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG
 
@@ -22,6 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [8] * 5]
 LENGTHS: Any = np.array([len(prompt) for prompt in PROMPTS], np.int32)
 TOKENS: Any = np.array([prompt + [0] * (7 - len(prompt)) for prompt in PROMPTS], np.int32)
 SEEDS: Any = np.array([5, 2**32 - 1, 0], np.uint32)
+USED = jnp.array([1, -1, 0])  # adapters
 HOWS = [
     Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2),
     pytest.param(Sampling(), marks=pytest.mark.slow),
@@ -102,6 +104,43 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
+@pytest.fixture
+def loras() -> ParamTree:
+    stacks = adapters.stack_specs(CFG, adapters.LoraSpec(max_loras=2, max_rank=3))
+    return specs.map_specs(lambda _, one: jax.random.normal(jax.random.key(8), one.shape) / 4, stacks)
+
+
+def adapted_rollout(loras: ParamTree, params: ParamTree) -> tuple[jax.Array, Any]:
+    how: Any = {"max_tokens": 3, "sampling": HOWS[0], "loras": loras, "adapters": USED}
+    found, _ = generate_fn(params, None, TOKENS, LENGTHS, SEEDS, CFG, **how)
+    return found.logprobs.sum(), found
+
+
+def adapted_forward(loras: ParamTree, params: ParamTree, found: Any, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+    row, at = np.arange(3)[:, None], LENGTHS[:, None] + np.arange(3)
+    whole = jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, 3))).at[row, at].set(found.token_ids)
+    logp = jax.nn.log_softmax(models.forward(params, whole, CFG, loras=loras, adapters=used))
+    logprobs = logp[row, at - 1, found.token_ids]
+    return logprobs.sum(), logprobs
+
+
+def test_each_row_has_its_own_adapter(params: ParamTree, loras: ParamTree):
+    _, found = jax.jit(adapted_rollout)(loras, params)
+    forward = jax.jit(adapted_forward)
+    _, expected = forward(loras, params, found, USED)
+    np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=TOLERANCE)
+    _, plain = forward(loras, params, found, jnp.full_like(USED, -1))
+    assert (np.abs(found.logprobs - plain).max(axis=1) > 1e-3).tolist() == [True, False, True]
+
+
+@pytest.mark.slow
+def test_gradients_reach_the_adapters(params: ParamTree, loras: ParamTree):
+    mine, found = jax.jit(jax.grad(adapted_rollout, has_aux=True))(loras, params)
+    theirs, _ = jax.jit(jax.grad(adapted_forward, has_aux=True))(loras, params, found, USED)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -127,6 +166,8 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         ({"params": {}}, r"these are not the parameters of this qwen3: .* missing"),
         ({"sampling": SamplingParams()}, "sampling is a SamplingParams, expected a Sampling: max_tokens, seeds"),
         ({"stop_ids": 5}, "stop_ids is 5, expected several token ids"),
+        ({"adapters": SEEDS}, "give both `loras` and `adapters` or neither"),
+        ({"adapters": SEEDS[:2].astype(int), "loras": {}}, "these are not stacks of adapters of this model"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree):

@@ -14,7 +14,7 @@ from ferrum_jax import generate_fn, kv_spec
 from ferrum_jax.contract import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
-from ferrum_jax.models import Edit
+from ferrum_jax.models import Edit, adapters, specs
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
 from tests.meshes import agree, by_data, collectives, mesh_of, model_on, tokens_of
@@ -45,6 +45,27 @@ def test_rows_divided_over_devices_are_the_same_and_so_is_their_kv(name: str, ki
     agree(found.logprobs, alone.logprobs)
     agree(spread, kv)
     assert spread.k.sharding.spec[:2] == (None, "data")
+
+
+@pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
+def test_rows_divided_over_devices_keep_their_adapters(kind: str):
+    mesh = mesh_of(kind)
+    params, divided, cfg = model_on(mesh, "llama31")
+    stacks = adapters.stack_specs(cfg, adapters.LoraSpec(max_loras=2, max_rank=3))
+    loras = specs.map_specs(lambda _, one: jax.random.normal(jax.random.key(8), one.shape) / 4, stacks)
+    rows = tokens_of("llama31"), LENGTHS, SEEDS, np.array([1, -1, 0, 1], np.int32)
+
+    def each(params: ParamTree, tokens: Any, lengths: Any, seeds: Any, used: Any, **own: Any) -> Any:
+        return generate(params, tokens, lengths, seeds, cfg=cfg, loras=loras, adapters=used, **own)[0]
+
+    own = {} if kind == "explicit" else {"sharding": NamedSharding(mesh, P("data"))}
+    alone = jax.jit(each)(params, *rows)
+    found = jax.jit(partial(each, **own))(divided, *by_data(mesh, rows))
+    np.testing.assert_array_equal(found.token_ids, alone.token_ids)
+    agree(found.logprobs, alone.logprobs)
+    plain, _ = jax.jit(partial(generate, cfg=cfg))(params, *rows[:3])
+    changed = np.abs(plain.logprobs - alone.logprobs).max(axis=1) > 1e-3
+    assert changed.tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
