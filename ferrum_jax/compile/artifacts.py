@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -287,13 +287,7 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
 
 def _header(artifact: Artifact) -> bytes:
     """Returns the line before the content: what `_verified` reads."""
-    facts = {
-        "program": artifact.program,
-        "step": artifact.name,
-        "platform": artifact.platform,
-        "device_ids": artifact.device_ids,
-        "memory": artifact.memory,
-    }
+    facts = {one.name: getattr(artifact, one.name) for one in fields(artifact) if one.name != "content"}
     return json.dumps(facts).encode() + b"\n"
 
 
@@ -307,9 +301,10 @@ def _verified(data: bytes, program: str, name: str) -> Artifact:
         raise ValueError(f"its checksum differs, it is damaged or cut short ({len(data)} bytes)")
     end = data.index(b"\n", start)
     header: dict[str, Any] = json.loads(data[start:end])
-    if (header["program"], header["step"]) != (program, name):
-        raise ValueError(f"it is the step {header['step']} of the program {header['program']}")
-    return Artifact(name, program, header["platform"], tuple(header["device_ids"]), header["memory"], data[end + 1 :])
+    if (header["program"], header["name"]) != (program, name):
+        raise ValueError(f"it is the step {header['name']} of the program {header['program']}")
+    header["device_ids"] = tuple(header["device_ids"])
+    return Artifact(**header, content=data[end + 1 :])
 
 
 def _checksum(*pieces: bytes | memoryview) -> bytes:

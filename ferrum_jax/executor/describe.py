@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.kvcache.sequences import SequenceTable
 from ferrum_jax.models.backends import obstacle_of_kernels
 from ferrum_jax.models.layout import layout_of
 from ferrum_jax.models.registry import family
@@ -69,10 +69,10 @@ def model_info(name: str, cfg: ModelConfig, device: DeviceState) -> ModelInfo:
     )
 
 
-def serving(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> dict[str, Any]:
+def serving(name: str, cfg: ModelConfig, plan: EnginePlan, replicas: Sequence[DeviceState]) -> dict[str, Any]:
     """Says which code computes a model's steps, in what dtypes, and what weights and KV take on each device."""
     weights: Counter[str] = Counter()
-    params, placement = device.params, device.placed.placement
+    params, placement = replicas[0].params, replicas[0].placed.placement
     for leaf in jax.tree.leaves(params):
         weights[leaf.dtype.name] += _bytes_of_one(leaf)
     dtype, attention = activation_dtype(params).name, plan.cache.attention
@@ -82,7 +82,7 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) 
         "model": name,
         "model_type": cfg.model_type,
         "device": str(placement.first),
-        "mesh": placement.sizes,
+        "mesh": ({"data": len(replicas)} if len(replicas) > 1 else {}) | placement.sizes,
         "dtype": dtype,
         "kv_dtype": plan.cache.dtype,
         "layout": layout_of(params),
@@ -96,9 +96,10 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) 
     }
 
 
-def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> ExecutorCapabilities:
-    """Capabilities: continuous batches over a paged KV; memory is that of all devices."""
-    params, placement = device.params, device.placed.placement
+def capabilities(cfg: ModelConfig, plan: EnginePlan, replicas: Sequence[DeviceState]) -> ExecutorCapabilities:
+    """Capabilities: continuous batches over a paged KV; fixed memory is that of all devices, the KV's of a replica."""
+    params, placement = replicas[0].params, replicas[0].placed.placement
+    devices = [device for one in replicas for device in one.placed.placement.devices]
     dtype = activation_dtype(params).name
     return ExecutorCapabilities(
         max_batch_size=plan.max_seqs,
@@ -110,53 +111,55 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> Exe
         supports_tensor_parallelism=len(placement.devices) > 1,
         supports_pipeline_parallelism=False,
         supported_dtypes=(_DTYPES[dtype],),
-        supported_devices=tuple(dict.fromkeys(contract_device(one) for one in placement.devices)),
+        supported_devices=tuple(dict.fromkeys(map(contract_device, devices))),
         memory_requirements=MemoryRequirements(
-            parameter_memory=_num_bytes(params),
+            parameter_memory=sum(_num_bytes(one.params) for one in replicas),
             activation_memory_per_token=_activation_bytes(cfg, params),
             kv_cache_memory_per_token=plan.cache.bytes_per_layer * len(placement.devices),
-            overhead_memory=_num_bytes(device.adapters.stacks),
+            overhead_memory=sum(_num_bytes(one.adapters.stacks) for one in replicas),
         ),
     )
 
 
-def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) -> ExecutorMemoryUsage:
+def memory_usage(pipelines: Sequence[Pipeline]) -> ExecutorMemoryUsage:
     """Counts parameters, stacks of adapters and KV of all devices; of the KV, used is what sequences hold.
 
     The peak is what this process's devices report, and never less than what is allocated.
     """
-    devices, own = device.placed.placement.devices, device.placed.placement.local
-    weights = _num_bytes(device.params) + _num_bytes(device.adapters.stacks)
-    block = plan.cache.bytes_per_position * plan.cache.block_size
-    allocated = weights + len(devices) * plan.cache.num_bytes
-    used = (table.pool.num_blocks - table.pool.num_free) * block + len(table.cache_ids) * plan.cache.window_bytes
-    used = weights + len(devices) * used
-    peak = sum((one.memory_stats() or {}).get("peak_bytes_in_use", 0) for one in own)
+    allocated = used = peak = 0
+    for one in pipelines:
+        placement, cache, table = one.device.placed.placement, one.plan.cache, one.table
+        weights = _num_bytes(one.device.params) + _num_bytes(one.device.adapters.stacks)
+        blocks = (table.pool.num_blocks - table.pool.num_free) * cache.bytes_per_position * cache.block_size
+        held = blocks + len(table.cache_ids) * cache.window_bytes
+        own = weights + len(placement.devices) * cache.num_bytes
+        allocated += own
+        used += weights + len(placement.devices) * held
+        reported = sum((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in placement.local)
+        peak += max(int(reported), own)
     return ExecutorMemoryUsage(
-        allocated_bytes=allocated,
-        used_bytes=used,
-        peak_bytes=max(int(peak), allocated),
-        utilization_percent=100.0 * used / allocated,
+        allocated_bytes=allocated, used_bytes=used, peak_bytes=peak, utilization_percent=100.0 * used / allocated
     )
 
 
-def cache_metrics(pipeline: Pipeline) -> dict[str, Any]:
-    """Counters of prefix reuse, in the contract's names, and of bytes copied to the host."""
-    table, cache, counts = pipeline.table, pipeline.plan.cache, pipeline.prefixes
-    entries = 0 if table.prefixes is None else len(table.prefixes)
+def cache_metrics(pipelines: Sequence[Pipeline]) -> dict[str, Any]:
+    """Counters of prefix reuse of all replicas, in the contract's names, and of bytes copied to the host."""
+    table, cache = pipelines[0].table, pipelines[0].plan.cache
+    tables, counts = [one.table for one in pipelines], [one.prefixes for one in pipelines]
+    entries = sum(len(one.prefixes) for one in tables if one.prefixes is not None)
     return {
         "position": "real-kv-reuse",
         "enabled": table.prefixes is not None,
-        "hits": counts.hits,
-        "misses": counts.misses,
-        "evictions": counts.evictions + table.pool.evictions,
-        "saved_prefill_tokens": counts.saved_tokens,
+        "hits": sum(one.hits for one in counts),
+        "misses": sum(one.misses for one in counts),
+        "evictions": sum(one.evictions for one in counts) + sum(one.pool.evictions for one in tables),
+        "saved_prefill_tokens": sum(one.saved_tokens for one in counts),
         "entries": entries,
         "bytes": entries * cache.bytes_per_position * cache.block_size,
         "block_size": cache.block_size,
         "kv_dtype": cache.dtype,
-        "device_to_host_bytes": pipeline.device.fetched_bytes,
-        "last_step_device_to_host_bytes": pipeline.device.last_fetched_bytes,
+        "device_to_host_bytes": sum(one.device.fetched_bytes for one in pipelines),
+        "last_step_device_to_host_bytes": sum(one.device.last_fetched_bytes for one in pipelines),
     }
 
 

@@ -22,7 +22,6 @@ from ferrum_jax.compile.sampler import (
     SampleKey,
     SamplerSpec,
     SamplerState,
-    SlotSettings,
     VerifyKey,
 )
 from ferrum_jax.compile.scores import ProcessedScoreKey
@@ -304,16 +303,12 @@ class DeviceState:
         program, state = self.programs.get(key), self._sampler
         more = () if masks is None else (masks,)
         run = program if masks is None else functools.partial(call, program)
-        try:
-            self._sampler, found = self._hosts.run(
-                lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
-            )
-            if self._platform != "cpu":  # the copy is queued now: after the next step it would wait for that
-                with jax.transfer_guard_device_to_host("allow"):
-                    found.packed.copy_to_host_async()
-        except jax.errors.JaxRuntimeError as problem:
-            self.lose()
-            raise DeviceError(f"{key} failed on the device: {problem}") from problem
+        self._sampler, found = self._guarded(
+            lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
+        )
+        if self._platform != "cpu":  # the copy is queued now: after the next step it would wait for that
+            with jax.transfer_guard_device_to_host("allow"):
+                found.packed.copy_to_host_async()
         return found
 
     def distributions(self, key: DistributionKey, outputs: StepOutputs) -> jax.Array:
@@ -328,11 +323,6 @@ class DeviceState:
             lambda: call(program, state, outputs.logits, buffer), "score_processed", key, buffer
         )
         return found
-
-    def configure(self, slot: int, settings: SlotSettings) -> None:
-        """Writes the sampler settings of a slot."""
-        buffer = sampler.pack_settings(slot, settings, self.sampler_spec)
-        self.write(ConfigureKey(self.sampler_spec.capacity), buffer)
 
     def write(self, key: ConfigureKey | MaskKey, buffer: NDArray[np.int32]) -> None:
         """Writes the sampler settings of a slot, or the allowed tokens of some slots."""

@@ -42,16 +42,10 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
     match message.op:
         case "step":
             return device.step(key, arrays[0])
-        case "sample":
-            device.sample(key, latest, *arrays)
-        case "distributions":
-            device.distributions(key, latest)
-        case "score_processed":
-            device.score_processed(key, latest, arrays[0])
-        case "write":
-            device.write(key, arrays[0])
-        case "multi_step":
-            device.multi_step(key, arrays[0])
+        case "sample" | "distributions" | "score_processed":
+            getattr(device, message.op)(key, latest, *arrays)
+        case "write" | "multi_step":
+            getattr(device, message.op)(key, *arrays)
         case "copy_blocks":
             device.copy_blocks(key, arrays[0].tolist())
         case "gather":
@@ -60,12 +54,8 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
             device.adapters.install(facts["row"], arrays)
         case "put_param":
             device.put_param(facts["at"], arrays)
-        case "take_params":
-            device.take_params()
-        case "reallocate":
-            device.reallocate()
-        case "free":
-            device.free()
+        case "take_params" | "reallocate" | "free":
+            getattr(device, message.op)()
         case "build":
             keys, how = map(unpacked_key, facts["keys"]), facts["how"]
             if how.get("is_warmup"):

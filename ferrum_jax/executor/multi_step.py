@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,6 @@ from ferrum_jax.compile import multi_step
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.sampler import MAX_STOP_IDS, ConfigureKey, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
@@ -24,7 +22,6 @@ from ferrum_jax.contract.checks import (
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.executor.adapters import NONE
-from ferrum_jax.executor.answers import ActiveRows
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.kvcache.transaction import KvTransaction
 
@@ -92,30 +89,20 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
     copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
     for key in [*copy, *(plan.key for _, plan in recompute), *keys, ConfigureKey(pipeline.plan.kv_capacity)]:
         pipeline.programs.get(key)
-    return partial(
-        _decode, pipeline, transaction, recompute, checked, list(zip(keys, groups, strict=True)), uses, until_one_ends
-    )
 
+    def decode() -> list[DecodedRun]:
+        try:
+            pipeline.begin(transaction, recompute)
+            for key, group in zip(keys, groups, strict=True):
+                _run_group(pipeline, key, transaction, {at: checked[at] for at in group}, uses, until_one_ends)
+            transaction.commit([[int(run.token[0]), *run.token_ids[:-1]] for run in checked])
+        except BaseException:  # an interrupt, too: any part of the runs may be done
+            pipeline.device.lose()
+            raise
+        pipeline.adapters.count(run.cache_id for run in checked)
+        return [DecodedRun(run.token_ids, run.logprobs, run.processed) for run in checked]
 
-def _decode(
-    pipeline: Pipeline,
-    transaction: KvTransaction,
-    recompute: Sequence[tuple[ActiveRows, StepPlan]],
-    checked: Sequence[_Run],
-    groups: Sequence[tuple[MultiStepKey, list[int]]],
-    uses: Sequence[int],
-    until_one_ends: bool,
-) -> list[DecodedRun]:
-    try:
-        pipeline.begin(transaction, recompute)
-        for key, group in groups:
-            _run_group(pipeline, key, transaction, {at: checked[at] for at in group}, uses, until_one_ends)
-        transaction.commit([[int(run.token[0]), *run.token_ids[:-1]] for run in checked])
-    except BaseException:  # an interrupt, too: any part of the runs may be done
-        pipeline.device.lose()
-        raise
-    pipeline.adapters.count(run.cache_id for run in checked)
-    return [DecodedRun(run.token_ids, run.logprobs, run.processed) for run in checked]
+    return decode
 
 
 def _run_group(
@@ -128,12 +115,12 @@ def _run_group(
 ) -> None:
     """Runs the rows of one program, call after call, until they end."""
     for at, run in runs.items():
-        pipeline.install_settings(transaction.live(at), run.settings)
+        pipeline.install_settings(transaction.lives[at], run.settings)
     going = dict(runs)
     while going:
         buffer, rows = multi_step.blank(key, until_one_ends=until_one_ends)
         for row, (at, run) in enumerate(going.items()):
-            live = transaction.live(at)
+            live = transaction.lives[at]
             rows.tokens[row] = run.token_ids[-1] if run.token_ids else run.token[0]
             rows.slots[row] = live.slot
             rows.lengths[row] = live.length + len(run.token_ids)

@@ -37,6 +37,11 @@ class Observable(DecoderOnlyLLM):
         """Returns the runner whose devices hold a sequence: of several replicas, one; any, for an unknown id."""
         return self
 
+    @property
+    def _pipelines(self) -> list[Pipeline]:
+        """One for each replica."""
+        return [self._pipeline]
+
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions; it waits for no other call."""
         self._life.check_ready()
@@ -69,15 +74,14 @@ class Observable(DecoderOnlyLLM):
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
         """Counts the pool's blocks; a block that no sequence holds is free, even with a known prefix in it."""
         with self._life.lock, self._life:
-            pool = self._pipeline.table.pool
-            return KvSlotCapacitySnapshot(
-                block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
-            )
+            pools = [one.table.pool for one in self._pipelines]
+            total, free = sum(one.num_blocks for one in pools), sum(one.num_free for one in pools)
+            return KvSlotCapacitySnapshot(block_size=self.plan.cache.block_size, total_blocks=total, free_blocks=free)
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         """Counters of KV reuse, of decode batches and of bytes copied to the host."""
         with self._life.lock, self._life:
-            return describe.cache_metrics(self._pipeline) | {
+            return describe.cache_metrics(self._pipelines) | {
                 "source": type(self).__name__,
                 "decode_batch": self._decode_batches.snapshot(),
             }
@@ -85,24 +89,30 @@ class Observable(DecoderOnlyLLM):
     def lora_metrics_snapshot(self) -> dict[str, Any]:
         """Counters of adapters; an application is one row of one call through one projection."""
         with self._life.lock, self._life:
-            return self._adapters.metrics() | {"source": type(self).__name__}
+            each = [one.adapters for one in self._pipelines]
+            bound = {cache_id for one in each for cache_id in one.bound_ids}  # an id may be bound on several replicas
+            return each[0].metrics() | {
+                "active_cache_bindings": len(bound),
+                "projection_applications": sum(one.projection_applications for one in each),
+                "source": type(self).__name__,
+            }
 
     def model_info(self) -> ModelInfo:
         """Identity and size of the model as it was loaded."""
         with self._life.lock, self._life:
-            return describe.model_info(self.name, self.model_config, self._holder("")._device)
+            return describe.model_info(self.name, self.model_config, self._pipelines[0].device)
 
     def describe(self) -> dict[str, Any]:
         """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""
         with self._life.lock, self._life:
-            return describe.serving(self.name, self.model_config, self.plan, self._device)
+            return describe.serving(self.name, self.model_config, self.plan, [one.device for one in self._pipelines])
 
     def capabilities(self) -> ExecutorCapabilities:
         """Capabilities of this model on its devices."""
         with self._life.lock, self._life:
-            return describe.capabilities(self.model_config, self.plan, self._device)
+            return describe.capabilities(self.model_config, self.plan, [one.device for one in self._pipelines])
 
     def memory_usage(self) -> ExecutorMemoryUsage:
         """Bytes of the parameters and the KV, and how much of them is in use."""
         with self._life.lock, self._life:
-            return describe.memory_usage(self._pipeline.table, self.plan, self._device)
+            return describe.memory_usage(self._pipelines)

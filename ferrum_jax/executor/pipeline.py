@@ -1,10 +1,10 @@
 """The one path of every batch: check, allocate, pack, dispatch, commit; later, copy requested outputs to the host."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.edits import EditStacks
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
-from ferrum_jax.compile.sampler import MaskKey, SlotSettings, read_only_slots
+from ferrum_jax.compile.sampler import ConfigureKey, MaskKey, SlotSettings, pack_settings, read_only_slots
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, KeptSequences, not_kept
@@ -51,7 +51,6 @@ from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import PRIVATE, UNKNOWN, CachedSequence, SequenceTable
 from ferrum_jax.kvcache.transaction import KvTransaction
-from ferrum_jax.models.hooks import Point
 from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # outputs that need no logits but the last token's
@@ -82,25 +81,6 @@ class PendingStep:
         return self.answers
 
 
-class PlannedBatch(NamedTuple):
-    """A batch that was checked and planned: nothing can refuse it any more."""
-
-    cache_ids: tuple[str, ...]
-    outputs: tuple[Output, ...]
-    kinds: set[type]  # of the outputs
-    counts: list[int]  # new tokens of each row
-    reused: list[int]  # how many of these a known prefix holds: they are not computed
-    tokens: Sequence[NDArray[np.int32]]  # the tokens to compute, of each row
-    starts: Sequence[int]  # position of each row's first token to compute
-    uses: list[int]  # each row's index in the stacks of adapters
-    edit_rows: list[int]  # each row's index in the stacks of edits; empty if no sequence has any
-    captures: Sequence[tuple[Point, ...]]  # each row's hook points
-    masked: bool  # whether any output has a mask
-    transaction: KvTransaction
-    plans: list[StepPlan]
-    recompute: list[tuple[ActiveRows, StepPlan]]
-
-
 @dataclass(eq=False)
 class Pipeline:
     """Runs the batches of one model, and keeps its sequence table in agreement with the device.
@@ -123,7 +103,7 @@ class Pipeline:
 
     def clear(self) -> None:
         """Forgets every sequence, prefix and binding; counters are kept."""
-        self._reset_table()  # first: an interrupt must leave no sequence without its bindings
+        self.reset_table()  # first: an interrupt must leave no sequence without its bindings
         self.adapters.clear_bindings()
         self.interventions.clear()
 
@@ -134,18 +114,8 @@ class Pipeline:
                 f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
             )
 
-    def forget_prefixes(self) -> None:
-        """Forgets known prefixes. Live sequences, settled before, keep their blocks, which become nobody's prefix."""
-        self.table.forget_prefixes()
-
-    def invalidate_prefixes(self) -> None:
-        """Forgets every prefix, for a change of weights; live sequences keep their blocks, as in `forget_prefixes`."""
-        if self.table.cache_ids:
-            self.table.invalidate_prefixes()
-        else:
-            self._reset_table()
-
-    def _reset_table(self) -> None:
+    def reset_table(self) -> None:
+        """Forgets every sequence and prefix."""
         if self.table is not None:
             self.prefixes.evictions += self.table.pool.evictions
             self.table.abandon()
@@ -169,12 +139,15 @@ class Pipeline:
             RequestValidationError, ResourceExhaustedError, BackendError: nothing has changed.
             DeviceError: the device failed; the KV is lost.
         """
-        return self.run(self.plan_batch(batch))
+        return self.plan_batch(batch)()
 
-    def plan_batch(self, batch: ScheduledBatch) -> "PlannedBatch | None":
-        """Checks and plans a batch, and compiles or loads its programs; raises as `execute`, with nothing changed."""
+    def plan_batch(self, batch: ScheduledBatch) -> Callable[[], PendingStep]:
+        """Checks and plans a batch, and compiles or loads its programs; raises as `execute`, with nothing changed.
+
+        Returns a function that begins it, before which nothing may change.
+        """
         if not batch:
-            return None
+            return lambda: PendingStep(self, [], self.device.losses)
         self.device.check_params_live()
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
@@ -219,52 +192,38 @@ class Pipeline:
         chained = chained_keys(outputs, plans, buckets, masked=masked)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
-        return PlannedBatch(
-            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, edit_rows, captures, masked, transaction,
-            plans, recompute,
-        )  # fmt: skip
 
-    def run(self, planned: "PlannedBatch | None") -> PendingStep:
-        """Begins a planned batch; nothing may have changed since it was planned. Raises DeviceError."""
-        if planned is None:
-            return PendingStep(self, [], self.device.losses)
-        cache_ids, outputs, transaction = planned.cache_ids, planned.outputs, planned.transaction
-        pending = PendingStep(self, [None] * len(cache_ids), self.device.losses, reused=planned.reused)
-        try:
-            self.begin(transaction, planned.recompute)
-            rows = ActiveRows(
-                outputs,
-                planned.tokens,
-                planned.starts,
-                cast(list[CachedSequence], transaction.lives),
-                planned.uses,
-                planned.edit_rows,
-                planned.captures,
-            )
-            for live, one in zip(rows.lives, outputs, strict=True) if planned.kinds & WITH_SETTINGS else ():
-                if (settings := getattr(one, "settings", None)) is not None:
-                    self.install_settings(live, settings)
-            for at, plan in enumerate(planned.plans):
-                if len(pending.parts) == MOST_IN_FLIGHT:
-                    read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
-                buffer, wanted = self._pack_step(plan, rows)
-                begun = self.device.step(plan.key, buffer, *self._edit_stacks(plan))
-                if planned.masked and at == 0:  # masks are computed while the model runs: only the sampler needs them
-                    self._write_masks(rows)
-                pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted, self.plan.buckets))
-            transaction.commit()
-            if self.table.prefixes is not None:
-                for count, skip, one in zip(planned.counts, planned.reused, outputs, strict=True):
-                    if count > 1 and type(one) in _ONE_OUTPUT:
-                        self.prefixes.count(skip)
-            if self.adapters.are_used():
-                self.adapters.count(cache_ids)
-            if SampledToken in planned.kinds:
-                self._pending.append(pending)
-        except BaseException:  # an interrupt, too: any part of the batch may have run
-            self.device.lose()
-            raise
-        return pending
+        def begin() -> PendingStep:
+            pending = PendingStep(self, [None] * len(batch), self.device.losses, reused=reused)
+            try:
+                self.begin(transaction, recompute)
+                rows = ActiveRows(outputs, tokens, starts, transaction.lives, uses, edit_rows, captures)
+                for live, one in zip(rows.lives, outputs, strict=True) if kinds & WITH_SETTINGS else ():
+                    if (settings := getattr(one, "settings", None)) is not None:
+                        self.install_settings(live, settings)
+                for at, plan in enumerate(plans):
+                    if len(pending.parts) == MOST_IN_FLIGHT:
+                        read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
+                    buffer, wanted = self._pack_step(plan, rows)
+                    begun = self.device.step(plan.key, buffer, *self._edit_stacks(plan))
+                    if masked and at == 0:  # masks are computed while the model runs: only the sampler needs them
+                        self._write_masks(rows)
+                    pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted, buckets))
+                transaction.commit()
+                if self.table.prefixes is not None:
+                    for count, skip, one in zip(counts, reused, outputs, strict=True):
+                        if count > 1 and type(one) in _ONE_OUTPUT:
+                            self.prefixes.count(skip)
+                if used:
+                    self.adapters.count(cache_ids)
+                if SampledToken in kinds:
+                    self._pending.append(pending)
+            except BaseException:  # an interrupt, too: any part of the batch may have run
+                self.device.lose()
+                raise
+            return pending
+
+        return begin
 
     def collect(self, pending: PendingStep) -> None:
         """Reads a batch, and before it those begun earlier, whose sampled tokens may be its input."""
@@ -349,7 +308,8 @@ class Pipeline:
         """Writes a sequence's settings to its sampler slot, unless the slot holds them already."""
         known, owner = self._settings[live.slot]
         if known is not settings or (owner is not live and settings.is_adjusted):
-            self.device.configure(live.slot, settings)
+            buffer = pack_settings(live.slot, settings, self.plan.sampler)
+            self.device.write(ConfigureKey(self.plan.kv_capacity), buffer)
             self._settings[live.slot] = settings, live
 
     def _write_masks(self, rows: ActiveRows) -> None:

@@ -15,12 +15,13 @@ import jax
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
-from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
-from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor import multi_step, reservations
 from ferrum_jax.executor.adapters import KeptSequences
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
@@ -129,13 +130,6 @@ class ReplicatedRunner(ModelRunner):
             for replica in self._router.owners(check_cache_id(cache_id)):
                 replica.release(cache_id)
             self._router.forget(cache_id)
-
-    def truncate_kv(self, cache_id: str, new_len: int) -> None:
-        """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
-        with self._life.lock, self._life:
-            key, length = check_cache_id(cache_id), check_int("new_len", new_len, 0)
-            for replica in self._router.owners(key):
-                replica.truncate_kv(key, length)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes `new_cache_id` a copy of a live sequence, on the same replica; raises as `ModelRunner.fork`."""
@@ -278,7 +272,7 @@ class ReplicatedRunner(ModelRunner):
             self._on_all(take)
             self.params_version += 1
 
-    def _on_all(self, change: Callable[[int], None]) -> None:
+    def _on_all(self, change: Callable[[int], object]) -> None:
         """Makes a change on every replica; after an interrupt, makes it again on all, so that no replica lacks it."""
         try:
             for at in range(self.num_replicas):
@@ -302,14 +296,7 @@ class ReplicatedRunner(ModelRunner):
             having = [replica for replica in self.replicas if replica._adapters.has(name)] or self.replicas[:1]
             for replica in having:
                 replica._adapters.check_unloadable(name)
-            try:
-                for replica in having:
-                    replica.unload_lora(name)
-            except BaseException:  # perhaps a KeyboardInterrupt
-                for replica in having:
-                    if replica._adapters.has(name):
-                        replica.unload_lora(name)
-                raise
+            self._on_all(lambda at: self.replicas[at]._adapters.has(name) and self.replicas[at].unload_lora(name))
 
     def warmup(self, **options: bool) -> None:
         """As `ModelRunner.warmup`, for every replica in turn."""
@@ -338,7 +325,7 @@ class ReplicatedRunner(ModelRunner):
             checked += [self._copied(params, replica) for replica in others]  # before any replica changes
             self.params_version += 1
             for replica in self.replicas:
-                replica._pipeline.invalidate_prefixes()
+                replica._pipeline.table.invalidate_prefixes()
                 replica.params_version += 1
             self._on_all(lambda at: self.replicas[at]._device.set_params(checked[at]))
 
@@ -347,37 +334,6 @@ class ReplicatedRunner(ModelRunner):
             return replica._device.check_params(params)  # moves them to its devices
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets every known prefix, on all replicas."""
-        with self._life.lock, self._life:
-            self._settle()
-            for replica in self.replicas:
-                replica._pipeline.forget_prefixes()
-
-    def free_kv(self) -> None:
-        """Frees the KV's memory until `allocate_kv` or `reset`; refused while a sequence is live."""
-        with self._life.lock, self._life:
-            for replica in self.replicas:
-                replica._pipeline.check_live("the KV is freed")
-            for replica in self.replicas:
-                replica.free_kv()
-            self._life.paused = "the KV is freed: allocate_kv() first"
-
-    def allocate_kv(self) -> None:
-        """Allocates the KV again after `free_kv`; after a ResourceExhaustedError, it stays freed on all replicas."""
-        with self._life.lock:
-            self._life.check_not_closed()
-            self._life.check_not_failed()
-            try:
-                for replica in self.replicas:
-                    replica.allocate_kv()
-            except FerrumError:
-                for replica in self.replicas:
-                    if not replica._life.paused:
-                        replica.free_kv()
-                raise
-            self._life.paused = ""
 
     def compile_stats(self) -> dict[str, Any]:
         """Sums the counts of `ModelRunner.compile_stats`; the name of each step ends in its replica's number."""
@@ -396,66 +352,12 @@ class ReplicatedRunner(ModelRunner):
             for replica in self.replicas:
                 replica.close()
 
+    @property
+    def _pipelines(self) -> list[Pipeline]:
+        return [replica._pipeline for replica in self.replicas]
+
     def _holder(self, cache_id: str) -> ModelRunner:
         return self.replicas[self.replica_of(cache_id) or 0]
-
-    def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the blocks of all replicas; a block that no sequence holds is free, even with a known prefix in it."""
-        with self._life.lock, self._life:
-            each = [replica.kv_slot_capacity_snapshot() for replica in self.replicas]
-            total, free = sum(one.total_blocks for one in each), sum(one.free_blocks for one in each)
-            return KvSlotCapacitySnapshot(block_size=each[0].block_size, total_blocks=total, free_blocks=free)
-
-    def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Sums the replicas' counters of KV reuse; decode batches are counted as the caller passed them."""
-        with self._life.lock, self._life:
-            each = [replica.cache_metrics_snapshot() for replica in self.replicas]
-            return _summed(each) | {
-                "block_size": each[0]["block_size"],
-                "source": type(self).__name__,
-                "decode_batch": self._decode_batches.snapshot(),
-            }
-
-    def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of adapters; an id that is bound on several replicas counts once."""
-        with self._life.lock, self._life:
-            each = [replica.lora_metrics_snapshot() for replica in self.replicas]
-            bound = {cache_id for replica in self.replicas for cache_id in replica._adapters.bound_ids}
-            counts = {"adapter_count": each[0]["adapter_count"], "active_cache_bindings": len(bound)}
-            return _summed(each) | counts | {"source": type(self).__name__}
-
-    def describe(self) -> dict[str, Any]:
-        """As `ModelRunner.describe` of one replica, with the number of replicas in `mesh`, and `max_seqs` of all."""
-        with self._life.lock, self._life:
-            first = self.replicas[0].describe()
-            return first | {"mesh": {"data": self.num_replicas} | first["mesh"], "max_seqs": self.plan.max_seqs}
-
-    def capabilities(self) -> ExecutorCapabilities:
-        """Capabilities of one replica, with the batch size, devices and fixed memory of all."""
-        with self._life.lock, self._life:
-            each = [replica.capabilities() for replica in self.replicas]
-            devices = tuple(dict.fromkeys(device for one in each for device in one.supported_devices))
-            needs = [one.memory_requirements for one in each]
-            fixed = {name: sum(getattr(one, name) for one in needs) for name in ("parameter_memory", "overhead_memory")}
-            return replace(
-                each[0],
-                max_batch_size=self.plan.max_seqs,
-                supported_devices=devices,
-                memory_requirements=replace(needs[0], **fixed),
-            )
-
-    def memory_usage(self) -> ExecutorMemoryUsage:
-        """Bytes of the parameters and the KV of all replicas, and how much of them is in use."""
-        with self._life.lock, self._life:
-            each = [replica.memory_usage() for replica in self.replicas]
-            allocated, used = (sum(getattr(one, name) for one in each) for name in ("allocated_bytes", "used_bytes"))
-            peak = sum(one.peak_bytes for one in each)
-            return ExecutorMemoryUsage(
-                allocated_bytes=allocated,
-                used_bytes=used,
-                peak_bytes=peak,
-                utilization_percent=100.0 * used / allocated,
-            )
 
 
 def replicate(
@@ -475,8 +377,3 @@ def replicate(
             runner.close()
         raise
     return first if len(runners) == 1 else ReplicatedRunner(runners)
-
-
-def _summed(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Adds integer counters; other values are those of the first."""
-    return {name: sum(one[name] for one in each) if type(value) is int else value for name, value in each[0].items()}

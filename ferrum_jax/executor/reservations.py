@@ -1,8 +1,7 @@
 """Reservations: positions made writable before the steps that write them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -46,33 +45,30 @@ def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], 
     pool.check_enough_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
     if transaction.num_copies:
         pipeline.programs.get(CopyKey(pipeline.plan.buckets.max_copies))
-    return partial(_reserve, pipeline, transaction, list(targets), before)
 
+    def reserve() -> KvSlotReservation:
+        free, copied = pool.num_free, set(transaction.copied_ids)
+        with pipeline.device.changing():
+            pipeline.begin(transaction, [])
+            transaction.commit()
+        after = {key: _num_blocks(table, key) for key in targets}
+        return KvSlotReservation(
+            block_size=pipeline.plan.cache.block_size,
+            total_blocks=pool.num_blocks,
+            free_blocks_before=free,
+            free_blocks_after=pool.num_free,
+            allocations=tuple(
+                KvSlotAllocation(
+                    cache_id=key,
+                    blocks_before=before[key],
+                    blocks_after=after[key],
+                    new_blocks=after[key] - before[key] + (key in copied),
+                )
+                for key in targets
+            ),
+        )
 
-def _reserve(
-    pipeline: Pipeline, transaction: KvTransaction, targets: Sequence[str], before: Mapping[str, int]
-) -> KvSlotReservation:
-    table, pool = pipeline.table, pipeline.table.pool
-    free, copied = pool.num_free, set(transaction.copied_ids)
-    with pipeline.device.changing():
-        pipeline.begin(transaction, [])
-        transaction.commit()
-    after = {key: _num_blocks(table, key) for key in targets}
-    return KvSlotReservation(
-        block_size=pipeline.plan.cache.block_size,
-        total_blocks=pool.num_blocks,
-        free_blocks_before=free,
-        free_blocks_after=pool.num_free,
-        allocations=tuple(
-            KvSlotAllocation(
-                cache_id=key,
-                blocks_before=before[key],
-                blocks_after=after[key],
-                new_blocks=after[key] - before[key] + (key in copied),
-            )
-            for key in targets
-        ),
-    )
+    return reserve
 
 
 def prepare(pipeline: Pipeline, key: str, count: int) -> None:

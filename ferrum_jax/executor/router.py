@@ -1,7 +1,7 @@
 """Places each sequence on a replica of a model, and divides batches among the replicas."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.executor.batch import ScheduledBatch
 from ferrum_jax.executor.lifecycle import Lifecycle
-from ferrum_jax.executor.pipeline import PendingStep, PlannedBatch
+from ferrum_jax.executor.pipeline import PendingStep
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.kvcache.sequences import PRIVATE
 
@@ -61,13 +61,13 @@ class ReplicaRouter:
 
     def execute(self, batch: ScheduledBatch) -> PendingReplicas:
         """Begins a batch on the replicas of its rows; raises as `Pipeline.execute`. A refusal changes no replica."""
-        return self.run(self.plan_batch(batch))
+        return self.plan_batch(batch)()
 
-    def plan_batch(self, batch: ScheduledBatch) -> tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]:
-        """Places and plans a batch; returns its size, and (replica, its rows, their plan). Raises as `execute`."""
+    def plan_batch(self, batch: ScheduledBatch) -> Callable[[], PendingReplicas]:
+        """Places and plans a batch; returns a function that begins it on all its replicas. Raises as `execute`."""
         self.check_params_live()
         homes = self.place([(row.cache_id, NOTHING if row.tokens is None else row.tokens) for row in batch])
-        parts = []
+        parts: list[tuple[int, list[int], Callable[[], PendingStep]]] = []
         for index in dict.fromkeys(homes.values()):
             rows = [at for at, row in enumerate(batch) if homes[row.cache_id] == index]
             own = [batch[at] for at in rows]
@@ -78,16 +78,15 @@ class ReplicaRouter:
                 problem.cache_ids = frozenset(row.cache_id for row in own)
                 raise
         self.settle_homes(homes)
-        return len(batch), parts
 
-    def run(self, planned: tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]) -> PendingReplicas:
-        """Begins a planned batch on all its replicas."""
-        size, parts = planned
-        steps = []
-        for index, rows, part in parts:
-            with self.on(index) as replica:
-                steps.append((replica._pipeline.run(part), rows))
-        return PendingReplicas(self.life, steps, size)
+        def begin() -> PendingReplicas:
+            steps = []
+            for index, rows, begin_part in parts:
+                with self.on(index):
+                    steps.append((begin_part(), rows))
+            return PendingReplicas(self.life, steps, len(batch))
+
+        return begin
 
     def check_params_live(self) -> None:
         """Raises RequestValidationError if a parameter of any replica was donated: all serve or none does."""
@@ -151,8 +150,8 @@ class ReplicaRouter:
         owner = replica._pipeline.owner_of(cache_id)
         if owner is PRIVATE:
             return 0, 0
-        blocks = table.prefixes.known_blocks(owner, tokens[:-1], table.block_size)
-        return len(blocks), sum(not table.pool.num_holders(block) for block in blocks)
+        hits = table.prefixes.match(table.prefixes.root(owner), tokens[:-1].tobytes(), table.block_size)
+        return len(hits), sum(not table.pool.num_holders(one.block) for one in hits)
 
     def settle_homes(self, homes: dict[str, int]) -> None:
         """Records the replica of each id; an id that was bound on every replica stays bound on this one alone."""

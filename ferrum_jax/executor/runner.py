@@ -14,7 +14,7 @@ from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.answers import Captured, TokenScores
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_given, check_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
 from ferrum_jax.contract.slots import KvSlotRequest, KvSlotReservation
@@ -129,7 +129,7 @@ class ModelRunner(Adaptable):
         """
         with self._life.lock, self._life:
             check.check_batch(batch, self._vocab_size)
-            return self._pipeline.run(self._pipeline.plan_batch(batch))
+            return self._pipeline.plan_batch(batch)()
 
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
@@ -285,9 +285,10 @@ class ModelRunner(Adaptable):
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
         with self._life.lock, self._life:
             key, length = check_cache_id(cache_id), check_int("new_len", new_len, 0)
-            self._pipeline.settle()
-            with self._device.changing():
-                self._pipeline.table.truncate(key, length)
+            holder = self._holder(key)
+            holder._pipeline.settle()
+            with holder._device.changing():
+                holder._pipeline.table.truncate(key, length)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes `new_cache_id` a copy of a live sequence; the block that both go on in is copied when one writes it.
@@ -407,15 +408,16 @@ class ModelRunner(Adaptable):
             if self._pipeline.table.cache_ids:
                 with self._life:
                     self._pipeline.settle()
-            self._pipeline.invalidate_prefixes()
+            self._pipeline.table.invalidate_prefixes()
             self.params_version += 1  # before the weights change: an interrupt must leave a new version
             self._device.set_params(params)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""
         with self._life.lock, self._life:
-            self._pipeline.settle()
-            self._pipeline.forget_prefixes()
+            for one in self._pipelines:
+                one.settle()
+                one.table.forget_prefixes()
 
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; until then, only `set_params` and `close` are served.
@@ -424,9 +426,11 @@ class ModelRunner(Adaptable):
             RequestValidationError: a sequence is live.
         """
         with self._life.lock, self._life:
-            self._pipeline.check_live("the KV is freed")
-            self._pipeline.invalidate_prefixes()
-            self._device.free()
+            for one in self._pipelines:
+                one.check_live("the KV is freed")
+            for one in self._pipelines:
+                one.reset_table()
+                one.device.free()
             self._life.paused = "the KV is freed: allocate_kv() first"
 
     def allocate_kv(self) -> None:
@@ -439,7 +443,13 @@ class ModelRunner(Adaptable):
             self._life.check_not_closed()
             self._life.check_not_failed()
             if self._life.paused:
-                self._device.reallocate()
+                try:
+                    for one in self._pipelines:
+                        one.device.reallocate()
+                except ResourceExhaustedError:
+                    for one in self._pipelines:
+                        one.device.free()
+                    raise
                 self._life.paused = ""
 
     def compile_stats(self) -> dict[str, Any]:

@@ -189,16 +189,14 @@ class AsyncLLM:
     async def set_params(self, params: NewParams, *, live: LivePolicy = "wait") -> int:
         """Sets new weights, as `LLM.set_params`; a cancellation before the change begins keeps the old ones."""
         update = params_update(self.llm.model, params, live)
-        self.llm.engine.begin_update(update)
-        return await asyncio.wrap_future(update.done)
+        return await asyncio.wrap_future(self.llm.engine.begin_update(update))
 
     async def set_lora(
         self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait"
     ) -> int:
         """Sets an adapter's arrays, as `LLM.set_lora`; a cancellation before they are set keeps the old ones."""
         update = lora_update(self.llm.model, name, tree, live, scale=scale, index=index)
-        self.llm.engine.begin_update(update)
-        return await asyncio.wrap_future(update.done)
+        return await asyncio.wrap_future(self.llm.engine.begin_update(update))
 
     async def close(self) -> None:
         """Closes the `LLM` if it was loaded here, which ends every request with a CancelledError."""

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ferrum_jax.contract.checks import check_not_forked
@@ -31,14 +31,6 @@ T = TypeVar("T")
 LINGER = 0.5  # seconds that the thread waits for more work before it ends
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A function to call between two steps."""
-
-    work: Callable[[], Any]
-    result: Future[Any]
-
-
 class Engine:
     """Runs one scheduler in a thread of its own, which lives while there is work.
 
@@ -48,7 +40,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self._inbox: queue.SimpleQueue[list[Request] | _Call | tuple[Request, ...]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()  # what to call between two steps
         self._lock = threading.Lock()  # of the next two
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -68,11 +60,11 @@ class Engine:
         for request in requests:
             for one in (request, *request.copies):
                 one.submitted = now
-        self._put(list(requests))
+        self._put(lambda: list(map(self.scheduler.submit, requests)))
 
     def abort(self, *requests: Request) -> None:
         """Drops requests and frees their slots and blocks after the current step; one that is done is no error."""
-        self._inbox.put(requests)
+        self._inbox.put(partial(self.scheduler.abort, *requests))
 
     def cancel(self, request: Request) -> None:
         """Ends a request with a CancelledError, which its caller gets; one that is done is no error."""
@@ -88,12 +80,20 @@ class Engine:
     def call(self, work: Callable[[], T]) -> T:
         """Calls a function between two steps and returns its result; raises as `submit`, and the function's error."""
         waiting: Future[T] = Future()
-        self._put(_Call(work, waiting))
+
+        def run() -> None:
+            try:
+                waiting.set_result(work())
+            except BaseException as problem:  # noqa: BLE001  the caller gets it
+                waiting.set_exception(problem)
+
+        self._put(run)
         return waiting.result()
 
-    def begin_update(self, update: Update) -> None:
-        """Queues an update of weights; `update.done` is set when it is applied. Raises as `submit`."""
-        self._put(_Call(lambda: self.scheduler.update(update), Future()))
+    def begin_update(self, update: Update) -> Future[int]:
+        """Queues an update of weights; returns its `done`, which is set when it is applied. Raises as `submit`."""
+        self._put(partial(self.scheduler.update, update))
+        return update.done
 
     def update(self, update: Update) -> int:
         """Queues an update, waits for it, and returns the weights' version; raises as `submit` and the update."""
@@ -115,11 +115,11 @@ class Engine:
             self._is_closed = True
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._inbox.put(())  # wakes it
+            self._inbox.put(lambda: None)  # wakes it
             thread.join()
         self._drain()
 
-    def _put(self, message: list[Request] | _Call) -> None:
+    def _put(self, message: Callable[[], Any]) -> None:
         if threading.current_thread() is self._thread:
             raise RequestValidationError("an LLM was called in the middle of a step of its own")
         if self._thread is not None or isinstance(self.scheduler.model, ModelRunner):
@@ -161,7 +161,7 @@ class Engine:
                     self._thread = None
                     return False
         else:
-            self._take(message)
+            message()
         return True
 
     def _fail(self, problem: BaseException) -> None:
@@ -181,21 +181,9 @@ class Engine:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            self._take(message)
+            message()
         if self._is_closed:
             self._fail(CancelledError("this LLM is closed"))
-
-    def _take(self, message: list[Request] | _Call | tuple[Request, ...]) -> None:
-        if isinstance(message, list):
-            for request in message:
-                self.scheduler.submit(request)
-        elif isinstance(message, tuple):
-            self.scheduler.abort(*message)
-        elif message.result.set_running_or_notify_cancel():
-            try:
-                message.result.set_result(message.work())
-            except BaseException as problem:  # noqa: BLE001  the caller of `call` gets it
-                message.result.set_exception(problem)
 
 
 _ENGINES: "weakref.WeakSet[Engine]" = weakref.WeakSet()

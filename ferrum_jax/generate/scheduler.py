@@ -339,13 +339,13 @@ class Scheduler:
                 step, self._in_flight = self._in_flight, None
                 self._collect(step)
             try:
-                version = update.install([one.cache_id for one in self._running])
+                update.install([one.cache_id for one in self._running])
             except BaseException as problem:  # noqa: BLE001  the update's caller gets it, a SystemExit of its function too
                 update.done.set_exception(problem)
                 continue
             for request in self._begun(update):
                 self._renew(request, update)
-            update.done.set_result(version)
+            update.done.set_result(self.backend.params_version)
 
     def _begun(self, update: Update) -> list[Request]:
         """Requests whose weights change: running ones, and waiting ones that have tokens or scores."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,7 +27,7 @@ class Update:
     the new weights.
     """
 
-    install: Callable[[Collection[str]], int]  # sets the weights, given sequences to keep; returns their version
+    install: Callable[[Collection[str]], None]  # sets the weights, given sequences to keep
     live: LivePolicy
     adapter: str | None = None  # name of the adapter that changes; None: the model itself changes
     done: Future[int] = field(default_factory=Future)
@@ -47,12 +48,7 @@ class Update:
 def params_update(model: DecoderOnlyLLM, params: NewParams, live: LivePolicy) -> Update:
     """Returns the update that sets a model's weights; raises UnsupportedError unless it is a `ModelRunner`."""
     runner = _runner(model)
-
-    def install(kept: Collection[str]) -> int:
-        runner.set_params(params, keep_sequences=kept)
-        return runner.params_version
-
-    return Update(install, live)
+    return Update(lambda kept: runner.set_params(params, keep_sequences=kept), live)
 
 
 def lora_update(
@@ -64,12 +60,8 @@ def lora_update(
     """
     runner = _runner(model)
     tree = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
-
-    def install(kept: Collection[str]) -> int:
-        runner.set_lora(name, tree, scale=scale, index=index, keep_sequences=kept)
-        return runner.params_version
-
-    return Update(install, live, adapter=name)
+    call = partial(runner.set_lora, name, tree, scale=scale, index=index)
+    return Update(lambda kept: call(keep_sequences=kept), live, adapter=name)
 
 
 def _runner(model: DecoderOnlyLLM) -> ModelRunner:

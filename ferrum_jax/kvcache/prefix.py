@@ -8,15 +8,12 @@ themselves, so a hit has compared all of them. Zheng et al. 2024, "SGLang", sect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 @dataclass(eq=False)
 class PrefixEntry:
-    """One full block of tokens in the tree; the root of an adapter has no block."""
+    """One full block of tokens in the tree; the root of an adapter has no block, -1."""
 
-    block: int | None = None
+    block: int = -1
     parent: "PrefixEntry | None" = None
     tokens: bytes = b""  # int32
     children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
@@ -45,16 +42,15 @@ class PrefixIndex:
             self._by_block[block] = found
         return found
 
-    def known_blocks(self, adapter: Hashable, tokens: NDArray[np.int32], block_size: int) -> list[int]:
-        """Returns the pool's blocks that hold the known full blocks of a prompt, from its beginning."""
-        entry = self.root(adapter)
-        found: list[int] = []
-        while (end := (len(found) + 1) * block_size) <= len(tokens):
-            below = entry.children.get(tokens[end - block_size : end].tobytes())
-            if below is None or below.block is None:
+    def match(self, entry: PrefixEntry, tokens: bytes, block_size: int) -> list[PrefixEntry]:
+        """Returns the entries of the known full blocks of `tokens`, int32, that follow an entry."""
+        size, found = 4 * block_size, []
+        for start in range(0, len(tokens) - size + 1, size):
+            below = entry.children.get(tokens[start : start + size])
+            if below is None:
                 break
+            found.append(below)
             entry = below
-            found.append(below.block)
         return found
 
     def forget(self, block: int) -> list[int]:
@@ -80,7 +76,7 @@ class PrefixIndex:
 
     def _drop(self, entries: Iterator[PrefixEntry]) -> list[int]:
         dropped = list(entries)
-        blocks = [entry.block for entry in dropped if entry.block is not None]
+        blocks = [entry.block for entry in dropped if entry.block >= 0]
         for entry in dropped:
             entry.children.clear()
         for block in blocks:

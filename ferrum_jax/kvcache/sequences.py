@@ -253,7 +253,6 @@ class SequenceTable:
             above = live.entries[-1] if live.entries else None
             mine = live.blocks[at]
             entry = self.prefixes.add(live.adapter, above, inside.tobytes(), mine)
-            assert entry.block is not None
             if entry.block == mine:
                 self.pool.keep(mine)
             else:

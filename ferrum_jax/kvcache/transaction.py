@@ -67,13 +67,13 @@ class KvTransaction:
         """
         self._table = table
         self._tokens = tokens
-        # The sequence of each row; from `apply` on, there is one for each.
-        self.lives = table.find(cache_ids)
+        before = table.find(cache_ids)
+        self.lives = cast(list[CachedSequence], before)  # of each row; from `apply` on, there is one for each
         self._changed: list[AllocationRequest] = []
-        lengths = [0 if live is None else len(live.tokens) for live in self.lives]
+        lengths = [0 if live is None else len(live.tokens) for live in before]
         targets = targets or [length + len(new) for length, new in zip(lengths, tokens, strict=True)]
         reusable = [0] * len(lengths) if reusable is None or table.prefixes is None else reusable
-        rows = zip(cache_ids, tokens, reusable, adapters or [None] * len(lengths), targets, self.lives, strict=True)
+        rows = zip(cache_ids, tokens, reusable, adapters or [None] * len(lengths), targets, before, strict=True)
         for index, row in enumerate(rows):
             _, _, reused, adapter, target, live = row
             if live is None or target > live.writable or reused > 0 or live.adapter is not adapter:
@@ -101,7 +101,8 @@ class KvTransaction:
     @property
     def _num_resting(self) -> int:
         """Known blocks that nobody holds and that this call reuses."""
-        return len({_block(entry) for row in self._changed for entry in row.hits if not self._holders(entry)})
+        hits = {entry.block for row in self._changed for entry in row.hits}
+        return sum(not self._table.pool.num_holders(block) for block in hits)
 
     @property
     def num_new_blocks(self) -> int:
@@ -133,14 +134,8 @@ class KvTransaction:
             row.live = self.lives[row.index] = table.open(row.cache_id)
             row.num_blocks_before = len(row.live.blocks)
             for entry in row.hits:
-                pool.hold(_block(entry))
+                pool.hold(entry.block)
         return [pair for row in self._changed for pair in self._take(row)]
-
-    def live(self, index: int) -> CachedSequence:
-        """Returns the sequence of a row; it lives from `apply` on."""
-        found = self.lives[index]
-        assert found is not None
-        return found
 
     def commit(self, written: Sequence[Sequence[int]] | None = None) -> None:
         """Counts the new tokens as written and enters the blocks they fill.
@@ -149,13 +144,13 @@ class KvTransaction:
         """
         table = self._table
         for row in self._changed:
-            live = self.live(row.index)
+            live = self.lives[row.index]
             live.entries += row.hits
             table.pool.release(row.lost)
         counted = written if written is not None else [new.tolist() for new in self._tokens]
-        table.append(cast(list[CachedSequence], self.lives), counted)
+        table.append(self.lives, counted)
         for row in self._changed:
-            live = self.live(row.index)
+            live = self.lives[row.index]
             if written is not None:
                 needed = max(table.num_blocks(live.length), row.num_blocks_before)
                 table.pool.release(live.blocks[needed:])
@@ -170,7 +165,7 @@ class KvTransaction:
         live.adapter = row.adapter
         blocks = live.blocks[:]
         at = len(live.tokens) // self._table.block_size
-        hits = [_block(entry) for entry in row.hits]
+        hits = [entry.block for entry in row.hits]
         row.lost = blocks[at : at + len(hits)]
         blocks[at : at + len(hits)] = hits
         fresh = self._table.pool.allocate(row.new_blocks + row.copies)
@@ -194,20 +189,11 @@ class KvTransaction:
             return []
         entry = live.entries[-1] if at else prefixes.root(row.adapter)
         tail = live.tokens[at * size :].tobytes() + row.tokens.tobytes()
-        last = live.length + row.reusable
-        hits: list[PrefixEntry] = []
-        while (at + len(hits) + 1) * size <= last:
-            start = len(hits) * size * 4
-            found = entry.children.get(tail[start : start + size * 4])
-            if found is None:
-                break
-            hits.append(found)
-            entry = found
-        return hits
+        return prefixes.match(entry, tail[: 4 * (live.length + row.reusable - at * size)], size)
 
     def _count_blocks(self, rows: Sequence[AllocationRequest]) -> None:
         """Decides how many blocks each row lacks, and whether it must copy the one it goes on in."""
-        sharers = dict(Counter([_block(entry) for row in rows for entry in row.hits]))
+        sharers = dict(Counter([entry.block for row in rows for entry in row.hits]))
         pool, size = self._table.pool, self._table.block_size
         for row in rows:
             row.copies = row.overwrites = False
@@ -223,11 +209,3 @@ class KvTransaction:
                     sharers[block] = others - 1
                 else:
                     row.overwrites = pool.is_kept(block)
-
-    def _holders(self, entry: PrefixEntry) -> int:
-        return self._table.pool.num_holders(_block(entry))
-
-
-def _block(entry: PrefixEntry) -> int:
-    assert entry.block is not None
-    return entry.block

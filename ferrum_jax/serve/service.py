@@ -193,8 +193,8 @@ class Service:
             params = await self.run(self._read_weights, path, administers=True)
             try:
                 update = params_update(self.llm.model, params, live)
-                self.llm.engine.begin_update(update)
-                return await asyncio.wrap_future(update.done)  # without a thread that waits until requests end
+                # Without a thread that waits until requests end.
+                return await asyncio.wrap_future(self.llm.engine.begin_update(update))
             except FerrumError as problem:
                 raise from_engine(problem) from problem
 

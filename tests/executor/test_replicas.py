@@ -520,6 +520,37 @@ def test_weights_that_one_replica_cannot_take_are_taken_by_none(
     assert {two.replica_of(key) for key in "ab"} == {0, 1}
 
 
+def test_the_kv_of_all_replicas_is_freed_and_allocated_or_none_is(
+    two: ReplicatedRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    for key in "ab":
+        two.prefill(key, [1, 2])
+    two.release("a")
+    with pytest.raises(RequestValidationError, match="1 sequences are live, 'b' among them"):
+        two.free_kv()
+    check(two.prefill("a", [3, 4]), oracle, [3, 4])
+    assert {two.replica_of(key) for key in "ab"} == {0, 1}
+    two.release("a")
+    two.release("b")
+    kv = [leaf for replica in two.replicas for leaf in jax.tree.leaves(replica._device.kv)]
+    two.free_kv()
+    assert all(leaf.is_deleted() for leaf in kv)
+
+    def fail() -> None:
+        raise ResourceExhaustedError("injected")
+
+    monkeypatch.setattr(two.replicas[1]._device, "reallocate", fail)
+    with pytest.raises(ResourceExhaustedError, match="injected"):
+        two.allocate_kv()
+    assert [replica._device.is_lost for replica in two.replicas] == [True, True]
+    with pytest.raises(RequestValidationError, match="the KV is freed"):
+        two.prefill("a", [1, 2])
+    monkeypatch.undo()
+    two.allocate_kv()
+    for key in "ab":
+        check(two.prefill(key, [1, 2]), oracle, [1, 2])
+
+
 def test_known_blocks_that_nobody_holds_are_not_counted_as_room(two: ReplicatedRunner):
     start = list(range(1, 34))  # four full blocks
     two.prefill("known", start)

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -122,9 +122,10 @@ def hold(llm: LLM, when: Callable[[], bool]) -> None:
             assert is_asked.wait(60)
         step()
 
-    def watched(update: Update) -> None:
-        begin_update(update)
+    def watched(update: Update) -> Future[int]:
+        done = begin_update(update)
         is_asked.set()
+        return done
 
     engine.scheduler.step, engine.begin_update = held, watched
 

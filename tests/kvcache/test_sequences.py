@@ -144,7 +144,7 @@ def _written(table: SequenceTable, key: str, tokens: list[int]) -> CachedSequenc
     transaction = KvTransaction(table, [key], [np.array(tokens, np.int32)])
     transaction.apply()
     transaction.commit()
-    return transaction.live(0)
+    return transaction.lives[0]
 
 
 def test_a_sequence_is_recomputed_only_where_its_next_token_would_see_an_evicted_position():

@@ -45,7 +45,7 @@ class Sharing(RuleBasedStateMachine):
         for source, destination in transaction.apply():
             self.held[destination] = self.held[source]
         for at, (key, tokens) in enumerate(rows.items()):
-            live = transaction.live(at)
+            live = transaction.lives[at]
             for offset in range(reused[at], len(tokens)):
                 block, inside = divmod(live.length + offset, BLOCK)
                 self.held[live.blocks[block], inside] = tokens[offset]
@@ -131,7 +131,7 @@ def _write(table: SequenceTable, key: str, tokens: list[int], reusable: int = 0)
 
 def test_a_sequence_may_write_until_its_blocks_end_and_not_at_all_while_its_last_is_shared():
     table = SequenceTable(max_seqs=2, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS)
-    live = _write(table, "a", [0] * 7).live(0)
+    live = _write(table, "a", [0] * 7).lives[0]
     assert live.writable == 2 * BLOCK
     table.fork("a", "b")
     assert live.writable == 0
@@ -144,7 +144,7 @@ def test_a_sequence_may_write_until_its_blocks_end_and_not_at_all_while_its_last
 
 def test_the_last_block_is_copied_for_all_who_share_it_but_one():
     table = SequenceTable(max_seqs=3, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS)
-    shared = _write(table, "a", [0] * 7).live(0).blocks[1]
+    shared = _write(table, "a", [0] * 7).lives[0].blocks[1]
     table.fork("a", "b")
     table.fork("a", "c")
     transaction = KvTransaction(table, ["a", "b", "c"], [np.array([at], np.int32) for at in range(3)])
@@ -152,7 +152,7 @@ def test_the_last_block_is_copied_for_all_who_share_it_but_one():
     copies = transaction.apply()
     transaction.commit()
     assert [source for source, _ in copies] == [shared, shared]
-    assert len({transaction.live(at).blocks[1] for at in range(3)}) == 3
+    assert len({transaction.lives[at].blocks[1] for at in range(3)}) == 3
     assert table.pool.num_free == BLOCKS - 4
 
 
@@ -176,7 +176,7 @@ def test_a_prefix_is_reused_up_to_the_last_token_that_may_be():
 def test_a_block_whose_tokens_the_host_does_not_know_is_no_prefix_and_ends_no_hit():
     table = SequenceTable(max_seqs=3, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
     _write(table, "a", list(range(10)))
-    live = _write(table, "b", [*range(4), UNKNOWN]).live(0)
+    live = _write(table, "b", [*range(4), UNKNOWN]).lives[0]
     tokens = np.arange(5, 10, dtype=np.int32)
     assert KvTransaction(table, ["b"], [tokens], [5]).reused() == [0]
     table.resolve(live, 4, 4)
