@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.machine import Machine
 from bench.models import Subject
 from ferrum_jax.kvcache.state import CacheSpec
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 
 PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers", "llama-cpp-python")
 WIDTH = 150  # columns, where the output is no terminal

@@ -26,7 +26,7 @@ from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.quantisation import Format, specs_like
 from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import FLOAT4, POWERS, UINT4
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 FEW = {"vocab_size": 32768, "num_hidden_layers": 2}

@@ -25,7 +25,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, named_leaves
 from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import is_quantised
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 from ferrum_jax.sharding.mesh import Placement
 from ferrum_jax.weights import hub

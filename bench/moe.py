@@ -30,7 +30,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import route
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows

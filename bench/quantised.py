@@ -35,7 +35,7 @@ from ferrum_jax.loading import load_params
 from ferrum_jax.models import quantise
 from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import find_device
 from ferrum_jax.weights import hub
 

@@ -105,25 +105,17 @@ def generate(
     ] = None,
 ) -> None:
     """Answer one prompt, streaming the text as it comes."""
+    given = locals()
+    from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.params import SamplingParams
     from ferrum_jax.generate.speculation import Speculation
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
+    params = SamplingParams(**cli_options.options_of(SamplingParams, given, stop=tuple(stop or ())))
     text = _standard_input() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
-    settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
-    settings |= {"quantize": quantize, "layout": layout, "memory_fraction": memory_fraction}
-    with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
+    beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
+    with LLM(model, max_seqs=1, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
             raise UnsupportedError("--system needs a chat template, and none is in use")
@@ -286,6 +278,7 @@ def compile_steps(
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:
     """Compile everything that serving a model may need and store it on disk: later starts compile nothing."""
+    given = locals()
     from ferrum_jax.compile import artifacts
     from ferrum_jax.compile.artifacts import artifacts_folder
     from ferrum_jax.config import EngineConfig
@@ -302,11 +295,7 @@ def compile_steps(
         except OSError as problem:
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
-    settings = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
-    settings |= {"quantize": quantize, "layout": layout}
-    sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
-    sizes |= {"memory_fraction": memory_fraction}
-    with LLM(model, **settings, **sizes, artifacts=str(root)) as llm:
+    with LLM(model, device=device, artifacts=str(root), **cli_options.options_of(EngineConfig, given)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None
         try:

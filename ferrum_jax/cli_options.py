@@ -1,8 +1,16 @@
 """Options that several commands have."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
+
+
+def options_of(kind: Any, given: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """Returns those of a command's options, its `locals()`, that are fields of a dataclass; `own` ones come first."""
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given} | own
+
 
 QuantizeOption = Annotated[
     str | None,

@@ -44,23 +44,16 @@ def chat(
     speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
 ) -> None:
     """Converse with a model, which keeps in mind what was said; /help lists the commands."""
+    given = locals()
+    from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.params import SamplingParams
     from ferrum_jax.generate.speculation import Speculation
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    params = SamplingParams(**cli_options.options_of(SamplingParams, given))
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
-    settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
-    settings |= {"quantize": quantize, "layout": layout, "prefix_cache": True, "memory_fraction": memory_fraction}
-    with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
+    beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
+    with LLM(model, max_seqs=1, prefix_cache=True, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: use `ferrum-jax generate`")
         console = Console(stderr=True)

@@ -137,26 +137,8 @@ def load(
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
+    settings = _asked(locals())
     strict, progress = check_flag("strict", strict, ConfigError), check_flag("progress", progress, ConfigError)
-    settings = _asked(
-        engine,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        attention=attention,
-        max_seqs=max_seqs,
-        kv_capacity=kv_capacity,
-        block_size=block_size,
-        prefix_cache=prefix_cache,
-        kv_blocks=kv_blocks,
-        memory_fraction=memory_fraction,
-        max_step_tokens=max_step_tokens,
-        layout=layout,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        artifacts=artifacts,
-        quantize=quantize,
-        mesh=mesh,
-    )
     wanted = mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes
     channel = processes.join(wanted)
     with telling(channel):
@@ -177,19 +159,20 @@ def check_settings(settings: Mapping[str, Any], *beside: str) -> None:
         if name in own:
             hint = f"give engine=EngineConfig({name}=...)"
         raise ConfigError(f"there is no setting {name!r}: {hint}")
-    _asked(settings.get("engine"), **{name: value for name, value in settings.items() if name in own})
+    _asked(settings)
 
 
-def _asked(engine: EngineConfig | None, **given: Any) -> EngineConfig:
-    """Joins arguments with the settings of `engine` and the environment."""
+def _asked(given: Mapping[str, Any]) -> EngineConfig:
+    """Joins those arguments of `load` that are settings with `engine` and the environment."""
+    own = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
     for name in ("max_loras", "max_lora_rank"):
-        if is_integer(count := given.get(name)) and count == 0:
-            given[name] = None
-    if isinstance(folder := given.get("artifacts"), os.PathLike):
-        given["artifacts"] = os.fspath(folder)
-    if isinstance(given.get("mesh"), jax.sharding.Mesh):
-        given["mesh"] = None
-    return EngineConfig(**given).joined(engine).over_environment()
+        if is_integer(count := own.get(name)) and count == 0:
+            own[name] = None
+    if isinstance(folder := own.get("artifacts"), os.PathLike):
+        own["artifacts"] = os.fspath(folder)
+    if isinstance(own.get("mesh"), jax.sharding.Mesh):
+        own["mesh"] = None
+    return EngineConfig(**own).joined(given.get("engine")).over_environment()
 
 
 def _load(
@@ -448,12 +431,8 @@ def _multiplied(formats: Formats, cfg: ModelConfig) -> dict[str, Format]:
 
 def _narrow_formats(source: SafetensorsSource | GgufSource) -> dict[str, Format]:
     """Returns the formats of matrices, except routers, that the checkpoint stores in 16 bits."""
-    stored, plain = source.stored_dtypes(), specs.named_leaves(family(source.config).param_specs(source.config))
-    matrices = {
-        name for name, spec in plain.items()
-        if len(spec.shape) - ("expert" in spec.axes) >= 2 and "router" not in spec.axes
-    }  # fmt: skip
-    return {name: Format(stored[name]) for name in matrices & stored.keys()}
+    stored = source.stored_dtypes()
+    return {name: Format(stored[name]) for name in choose_formats(source.config, "int8").keys() & stored.keys()}
 
 
 def _read(

@@ -33,7 +33,7 @@ from ferrum_jax.models.backends import layout_for
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import initialise
-from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import CONFIGURATIONS
 
 KIND = "NVIDIA H100 80GB HBM3"
 H100 = f"""

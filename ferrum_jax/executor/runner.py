@@ -43,7 +43,7 @@ from ferrum_jax.models.hooks import check_points, hidden_points, state_number
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import NewParams, ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.progress import Track
+from ferrum_jax.progress import track
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import outside_meshes
 
@@ -364,12 +364,12 @@ class ModelRunner(Adaptable):
         `masks`: also those for structured output. `scores`: also those for scores under sampler settings.
         """
         with self._life.lock, self._life:
-            track = Track("compiling steps") if progress else None
+            bar = track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
             drafts = drafts or bool(self.plan.spec_tokens)
             more += self.plan.buckets.masks(drafts=drafts) if masks else []
             more += self.plan.buckets.processed_scores() if scores else []
-            self._programs.warmup([*self.plan.declared(drafts=drafts), *more], track, load=load)
+            self._programs.warmup([*self.plan.declared(drafts=drafts), *more], bar, load=load)
 
     @outside_meshes()
     def set_params(self, params: NewParams, *, keep_sequences: KeptSequences = False) -> None:

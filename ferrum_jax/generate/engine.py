@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()  # what to call between two steps
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.RLock()  # of the next three
+        self._is_putting = False  # True within `_put`
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self.pid = os.getpid()
@@ -110,10 +111,15 @@ class Engine:
             self.call(lambda: None)
 
     def close(self) -> None:
-        """Ends every request with a CancelledError, then ends the thread."""
+        """Ends every request with a CancelledError, then ends the thread.
+
+        A signal handler or finalizer that calls this within `submit` or `call` of the same thread leaves that to them.
+        """
         with self._lock:
             self._is_closed = True
-            thread = self._thread
+            thread, is_within = self._thread, self._is_putting
+        if is_within:
+            return
         if thread is not None and thread is not threading.current_thread():
             self._inbox.put(lambda: None)  # wakes it
             thread.join()
@@ -127,14 +133,19 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 raise CancelledError("this LLM is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
-                try:
+            self._is_putting = True
+            try:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
                     self._thread.start()
-                except RuntimeError as problem:  # the system has no more threads
-                    self._thread = None
-                    raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
-            self._inbox.put(message)
+                self._inbox.put(message)
+            except RuntimeError as problem:  # the system has no more threads
+                self._thread = None
+                raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
+            finally:
+                self._is_putting = False
+        if self._is_closed:  # meanwhile, perhaps by a signal handler
+            self.close()
 
     def _run(self) -> None:
         while True:

@@ -25,7 +25,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.loading import check_settings, load, open_checkpoint
 from ferrum_jax.models.specs import NewParams
-from ferrum_jax.progress import Track
+from ferrum_jax.progress import Track, track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
@@ -274,7 +274,7 @@ class LLM:
         """
         params = one_of(params, sampling_params)
         groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
-        self._finish(groups, Track("generating") if progress or use_tqdm else None, return_errors=return_errors)
+        self._finish(groups, track("generating") if progress or use_tqdm else None, return_errors=return_errors)
         return [request.output(return_error=return_errors) for group in groups for request in group]
 
     def as_completed(
@@ -355,7 +355,7 @@ class LLM:
         groups = [list(group) for _, group in itertools.groupby(requests, beginning)]
         for first, *others in groups:
             first.copies = others
-        self._finish(groups, Track("scoring") if progress else None, sort=True)
+        self._finish(groups, track("scoring") if progress else None, sort=True)
         return [
             Score(
                 prompt_token_ids=request.prompt[: request.score_from],
@@ -367,13 +367,13 @@ class LLM:
             for request in requests
         ]
 
-    def _finish(self, groups: Groups, track: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
+    def _finish(self, groups: Groups, bar: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
         """Runs groups of requests to their end; raises the error of the first that failed unless `return_errors`."""
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed
         try:
             with contextlib.closing(self._run(groups, sort=sort)) as settled:
-                for at, group in enumerate(groups if track is None else track(groups)):
+                for at, group in enumerate(groups if bar is None else bar(groups)):
                     for request in group:
                         while not request.is_settled:
                             next(settled)

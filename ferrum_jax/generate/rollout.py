@@ -18,6 +18,7 @@ from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import LATENTS, CacheSpec, KvState
+from ferrum_jax.models.adapters import without_unused
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     Intervention,
@@ -180,7 +181,7 @@ def generate_fn(
     adapters = check_adapters(loras, adapters, cfg, batch)
     checked = check_interventions(interventions, cfg)
     if steering is not None:
-        checked = steered(jnp.asarray(steering), checked, cfg, ())
+        checked = steered(steering, checked, cfg, ())
     cfg = cfg.reaching(length + max_tokens)
     given = _Arrays(params, kv, tokens, lengths, seeds, loras, adapters, edits_of(checked))
     mesh = explicit_mesh(given)
@@ -245,6 +246,7 @@ def _generate(
     columns = -(-(length + max_tokens) // state.block_size(kv))
     tables = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
     tokens, lengths = tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+    loras = without_unused(loras, adapters)
     rows = jnp.arange(batch, dtype=jnp.int32)
     stops = jnp.asarray(list(stop_ids), jnp.int32)
     ones = jnp.ones(batch, jnp.float32)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -105,12 +105,10 @@ class Scheduler:
         self._updates.append(update)
 
     def abort(self, *requests: Request) -> None:
-        """Drops requests and frees their slots and blocks; one that is done already is no error."""
+        """Drops requests and frees their slots and blocks; one that is done is no error. Their copies go on."""
+        gone = set(requests)
         for request in requests:
-            if request in self._running:
-                self._leave(request)
-            if request in self._waiting:
-                self._waiting.remove(request)
+            self._drop(request, gone)
 
     def reset(self) -> None:
         """Resets the model; running requests are recomputed by the next step, so that their answers stay the same."""
@@ -355,19 +353,23 @@ class Scheduler:
     def _renew(self, request: Request, update: Update) -> None:
         """Applies the policy `live` of an update to a request."""
         if update.live == "abort":
-            copies, request.copies = request.copies, []
             request.interrupt()
-            if request in self._running:
-                self._leave(request)
-            else:
-                self._waiting.remove(request)
-            if copies:
-                copies[0].copies = copies[1:]
-                self._waiting.put_first(copies[0])
+            self._drop(request)
             request.tell()
         elif request in self._running and (update.live == "recompute" or not request.choices):
             self._release(request.cache_id)
             request.restart()
+
+    def _drop(self, request: Request, gone: Collection[Request] = ()) -> None:
+        """Drops a request and frees what it holds; the first of its copies that are not `gone` leads the others."""
+        copies, request.copies = [one for one in request.copies if one not in gone], []
+        if copies and (request in self._running or request in self._waiting):
+            copies[0].copies = copies[1:]
+            self._waiting.put_first(copies[0])
+        if request in self._running:
+            self._leave(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
 
     def _is_held(self, request: Request) -> bool:
         return any(update.holds_back(request) for update in self._updates)
@@ -487,10 +489,7 @@ class Scheduler:
         ended = [one for request in requests for one in (*request.copies, request)]
         try:
             for request in requests:
-                if request in self._running:
-                    self._leave(request)
-                elif request in self._waiting:
-                    self._waiting.remove(request)
+                self._drop(request, request.copies)
         finally:
             for one in ended:
                 if not one.is_done:

@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.linear import uses
 
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
@@ -68,7 +69,8 @@ def check_stacks(stacks: ParamTree, cfg: ModelConfig) -> None:
 
     Projections may have ranks of their own.
     """
-    shapes = {name: jnp.shape(leaf) for name, leaf in specs.named_leaves(stacks).items()}
+    leaves = specs.named_leaves(stacks)
+    shapes = {name: jnp.shape(leaf) for name, leaf in leaves.items()}
     count = next((shape[0] for name, shape in shapes.items() if name.endswith(".down") and len(shape) == 3), "A")
     wanted = {}
     for name, weight in projections(cfg).items():
@@ -76,8 +78,22 @@ def check_stacks(stacks: ParamTree, cfg: ModelConfig) -> None:
         rank = down[1] if len(down) == 3 else "R"
         wanted[f"{name}.down"] = f"[{count}, {rank}, {in_size}]"
         wanted[f"{name}.up"] = f"[{out_size}, {count}, {rank}]"
-    given = {name: str(list(shape)) for name, shape in shapes.items()}
+    given = {name: specs.shape_of_numbers(leaf) for name, leaf in leaves.items()}
     check_no_problems("these are not stacks of adapters of this model", differences(given, wanted))
+
+
+def without_unused(stacks: ParamTree | None, adapters: Int[Array, " B"] | None) -> ParamTree | None:
+    """Returns the stacks with zeros for adapters that no row uses: what is not finite in them must not spread."""
+    if stacks is None or adapters is None:
+        return None
+    size = next(leaf.shape[0] for path, leaf in specs.named_leaves(stacks).items() if path.endswith(".down"))
+    is_used = jnp.any(uses(adapters, size), axis=0)
+
+    def kept(path: Any, leaf: jax.Array) -> jax.Array:
+        mask = is_used[:, None, None] if specs.name_of(path[-1:]) == "down" else is_used[:, None]
+        return jnp.where(mask, leaf, jnp.zeros((), leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(kept, stacks)
 
 
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:

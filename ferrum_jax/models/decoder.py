@@ -328,7 +328,7 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
 
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     kinds = jnp.asarray(step.rope_of_layer, jnp.int32)
-    loras = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)
+    loras = jax.tree.map(_stacked, *stacks)
     first, xs = 0, ({} if by_kernels else layers, loras, windows, kinds, indices)
     if isinstance(step.first, int) and step.first:
         first = step.first
@@ -340,6 +340,15 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
         if point.layer is not None
     }
     return x, kv, captured
+
+
+def _stacked(*leaves: jax.Array) -> jax.Array:
+    """Stacks the adapters of all layers, whose ranks may differ: zeros change no result."""
+    shape = [max(sizes) for sizes in zip(*(leaf.shape for leaf in leaves), strict=True)]
+    if any(list(leaf.shape) != shape for leaf in leaves):
+        widths = [[(0, most - size) for size, most in zip(leaf.shape, shape, strict=True)] for leaf in leaves]
+        leaves = tuple(map(jnp.pad, leaves, widths))
+    return jnp.stack(leaves)
 
 
 def _layer_of(stacks: ParamTree, index: jax.Array) -> ParamTree:

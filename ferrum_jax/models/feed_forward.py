@@ -16,7 +16,7 @@ from ferrum_jax.models.hooks import NO_TAPS, Taps
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.linear import linear, vocabulary_logits
-from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, shares_of, swiglu_experts, weigh_experts
+from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, shares_of, swiglu, weigh_experts
 from ferrum_jax.ops.shards import WHOLE, Shards, first_expert
 
 BlockOutput = tuple[jax.Array, dict[str, Any]]  # [X, D], and captures by name of hook point
@@ -107,8 +107,8 @@ def _replaced(chosen: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[ja
 def _swiglu_experts(
     block: ParamTree, x: jax.Array, chosen: jax.Array, shares: jax.Array, names: tuple[str, ...], shards: Shards
 ) -> jax.Array:
-    gate, up, down = (block["experts"][name]["weight"] for name in names)
-    return swiglu_experts(x, chosen, shares, gate, up, down, first_expert(gate.shape[0], shards))
+    stacks = tuple(block["experts"][name]["weight"] for name in names)
+    return weigh_experts(x, chosen, shares, stacks, swiglu, first_expert(stacks[0].shape[0], shards))
 
 
 def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:

@@ -84,6 +84,8 @@ def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
         if is_long and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
             raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
     mask = jnp.asarray(where)
+    if mask.dtype != jnp.bool_:
+        raise InvalidParameterError(f"where is {mask.dtype}, expected True and False")
     value = jnp.asarray(value)
     return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
 
@@ -111,7 +113,7 @@ class Taps(NamedTuple):
             if point.name != name:
                 continue
             if point.layer is None:
-                intervention = jax.tree.map(lambda leaf: leaf[self.layer], intervention)
+                intervention = jax.tree.map(lambda leaf: jnp.asarray(leaf)[self.layer], intervention)
                 x = _apply(point, intervention, x, at)
             elif isinstance(self.layer, int):
                 x = _apply(point, intervention, x, at)
@@ -458,16 +460,28 @@ def partitions_of_edit(point: Point, edit: Edit[Any] | None, rows: Any, batch: i
 
 
 def steered(
-    steering: jax.Array, interventions: Mapping[Point, Intervention], cfg: ModelConfig, each: tuple[int, ...]
+    steering: object, interventions: Mapping[Point, Intervention], cfg: ModelConfig, each: tuple[int, ...]
 ) -> dict[Point, Intervention]:
     """Adds an intervention that adds `steering`, `[L, D]` or `[L, *each]`, to the output of each layer."""
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     meaning = "[L, D] or [L, B, T, D]" if len(each) == 3 else "[L, D]"
+    steering = as_numbers("steering", steering)
     check_shape("steering", steering, meaning, (layers, width), *([(layers, *each)] if len(each) == 3 else []))
     point = Point("resid_post", None)
     if point in interventions:
         raise InvalidParameterError("steering and an intervention at 'resid_post' in all layers: give one of them")
     return {**interventions, point: Edit(add=steering)}
+
+
+def as_numbers(name: str, given: object) -> jax.Array:
+    """Returns an array of floating-point numbers; raises InvalidParameterError for anything else."""
+    try:
+        found = jnp.asarray(given)
+    except (TypeError, ValueError) as problem:
+        raise InvalidParameterError(f"{name} is no array: {problem}") from None
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        raise InvalidParameterError(f"{name} are {found.dtype}, expected floating-point numbers")
+    return found
 
 
 def check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:

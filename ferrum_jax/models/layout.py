@@ -20,7 +20,16 @@ from ferrum_jax.config import LAYOUTS, ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, map_specs, name_of, named_leaves
+from ferrum_jax.models.specs import (
+    ParamSpec,
+    ParamTree,
+    is_spec,
+    is_weight_spec,
+    map_specs,
+    name_of,
+    named_leaves,
+    shape_of_numbers,
+)
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.types import take
 
@@ -136,8 +145,8 @@ def check_names(params: ParamTree, cfg: ModelConfig) -> None:
 def check_shapes(params: ParamTree, cfg: ModelConfig) -> None:
     """As `check_names`, and raises InvalidParameterError unless every parameter has the shape of the model's."""
     specs = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, _likely_layout(params)))
-    given = {name: list(np.shape(leaf)) for name, leaf in _leaves(params).items()}
-    _check_alike(given, {name: list(spec.shape) for name, spec in specs.items()}, cfg)
+    given = {name: shape_of_numbers(leaf) for name, leaf in _leaves(params).items()}
+    _check_alike(given, {name: str(list(spec.shape)) for name, spec in specs.items()}, cfg)
 
 
 def _leaves(params: ParamTree) -> dict[str, Any]:

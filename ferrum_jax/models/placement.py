@@ -47,9 +47,7 @@ class ModelPlacement:
     def shapes(self, specs: ParamTree, dtype: str) -> ParamTree:
         """Shapes, dtypes and shardings of the arrays on the devices, for lowering."""
         found, placed = shapes(self.specs(specs), dtype), self.shardings(specs)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), found, placed
-        )
+        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), found, placed)
 
     def num_bytes(self, specs: ParamTree, dtype: str) -> int:
         """Bytes of the parameters on each device; `specs` are the undivided ones."""
@@ -151,14 +149,14 @@ class ModelPlacement:
         """
         if self.division is None:
             return params
-        return self._converted(params, specs, divided.from_mesh, None)
+        return self._converted(params, specs, divided.from_mesh)
 
-    def _converted(self, params: ParamTree, specs: ParamTree, convert: Any, shardings: ParamTree | None) -> ParamTree:
+    def _converted(self, params: ParamTree, specs: ParamTree, convert: Any, *shardings: ParamTree) -> ParamTree:
         division = self.division
         assert division is not None
 
-        def one(path: Any, spec: Spec, leaf: Leaf) -> Leaf:
-            own, is_plain = None if shardings is None else _at(shardings, path), divided.is_plain(spec, division)
+        def one(spec: Spec, leaf: Leaf, own: Any = None) -> Leaf:
+            is_plain = divided.is_plain(spec, division)
             if own is None and is_plain:
                 return leaf
             is_here = all(getattr(part.sharding, "mesh", None) == self.placement.mesh for part in jax.tree.leaves(leaf))
@@ -170,10 +168,4 @@ class ModelPlacement:
                 leaf = jax.device_put(leaf, self.placement.sharding())  # one leaf at a time, whole on each device
             return jax.jit(functools.partial(convert, spec=spec, division=division), out_shardings=own)(leaf)
 
-        return jax.tree_util.tree_map_with_path(one, specs, params, is_leaf=is_weight_spec)
-
-
-def _at(tree: Any, path: Any) -> Any:
-    for key in path:
-        tree = tree[getattr(key, "key", getattr(key, "idx", None))]
-    return tree
+        return jax.tree.map(one, specs, params, *shardings, is_leaf=is_weight_spec)

@@ -19,12 +19,13 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
-from ferrum_jax.models.adapters import check_stacks
+from ferrum_jax.models.adapters import check_stacks, without_unused
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     ATTENTION,
     Intervention,
     Point,
+    as_numbers,
     check_interventions,
     check_points,
     check_shape,
@@ -126,7 +127,8 @@ def run(
         inputs_embeds: used instead of the tokens' embeddings, in their dtype; a family's factor on embeddings is not
             applied to them.
         loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
-        adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter.
+        adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter. What is not finite
+            in an adapter spreads to the rows beside those that use it.
         steering: added to the output of each layer, for all tokens or for each one.
         interventions: an `Edit` or a function by hook point (models/hooks.py). An edit's arrays broadcast against the
             point's array, whose first axes are `[B, T]`. A function is given that array and int32 `[B, T]` positions,
@@ -164,12 +166,9 @@ def run(
     checked = check_interventions(interventions, cfg)
     check_points([point for point in checked if point.layer is not None], cfg, first if isinstance(first, int) else 0)
     if steering is not None:
-        checked = steered(jnp.asarray(steering), checked, cfg, (batch, length, cfg.hidden_size))
+        checked = steered(steering, checked, cfg, (batch, length, cfg.hidden_size))
     if inputs_embeds is not None:
-        inputs_embeds = jnp.asarray(inputs_embeds)
-        if not jnp.issubdtype(inputs_embeds.dtype, jnp.floating):
-            raise InvalidParameterError(f"inputs_embeds are {inputs_embeds.dtype}, expected floating-point numbers")
-        inputs_embeds = inputs_embeds.astype(activation_dtype(params))
+        inputs_embeds = as_numbers("inputs_embeds", inputs_embeds).astype(activation_dtype(params))
         check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
     cfg = cfg.reaching(length)
     wanted = _logit_positions(logits, batch, length)
@@ -218,7 +217,7 @@ def _compute(
         Batch(groups=(rows,), logit_rows=given.logits),
         cfg,
         inputs_embeds=None if embeds is None else embeds.reshape(batch * length, -1),
-        loras=given.loras,
+        loras=without_unused(given.loras, given.adapters),
         attention=attention or "xla",
         capture=points,
         interventions=rows_as_tokens(interventions, batch, length),
@@ -263,13 +262,17 @@ def log_probs(
         **options: those of `run` except `capture` and `logits`.
 
     Raises:
-        InvalidParameterError: as `run`, `targets` have a wrong shape or an id outside the vocabulary, there is no next
-            token, the temperature is not positive, or `block` is no integer of at least 1.
+        InvalidParameterError: as `run`, an option is none of this function's, `targets` have a wrong shape or an id
+            outside the vocabulary, there is no next token, the temperature is not positive, or `block` is no integer
+            of at least 1.
     """
     tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
     if not is_integer(block) or block < 1:
         raise InvalidParameterError(f"block is {safe_repr(block)}, expected an integer of at least 1")
+    for name in ("capture", "logits"):
+        if name in options:
+            raise InvalidParameterError(f"log_probs takes no {name}: give it to run")
     last = Point("resid_post", cfg.num_hidden_layers - 1)
     x = run(params, tokens, cfg, capture=(last,), logits="none", **options)[1][last]
     if is_next and tokens.shape[1] < 2:
@@ -425,12 +428,15 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
     """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings.
 
     Raises:
-        InvalidParameterError: the states have another width than the model's.
+        InvalidParameterError: the states are no numbers, or have another width than the model's.
     """
+    x = as_numbers("x", x)
     if not x.ndim or x.shape[-1] != cfg.hidden_size:
         raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")
 
     def compute(params: ParamTree, x: jax.Array) -> jax.Array:
-        return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)
+        *rows, width = x.shape  # of which one may be 0
+        logits = family(cfg).head(params, x.reshape(math.prod(rows), width), cfg)
+        return logits.reshape(*rows, logits.shape[-1])
 
     return with_auto_axes(compute, params, x, out_specs=PartitionSpec(*partition_of(x)[: x.ndim - 1]))

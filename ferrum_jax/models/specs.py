@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core.meta import AxisMetadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ferrum_jax.config.engine import MESH_AXES
 from ferrum_jax.contract.errors import ConfigError
-from ferrum_jax.ops.quantised import QuantisedWeight
+from ferrum_jax.ops.quantised import QuantisedWeight, is_quantised
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
@@ -146,6 +147,14 @@ def partition(
             )
         axes.append(axis)
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def shape_of_numbers(leaf: Any) -> str:
+    """Returns an array's shape, and what it holds where that is not floating-point numbers or a quantised weight."""
+    shape, dtype = str(list(np.shape(leaf))), getattr(leaf, "dtype", None)
+    if is_quantised(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+        return shape
+    return f"{shape} of {type(leaf).__name__ if dtype is None else dtype}"
 
 
 def num_parameters(specs: ParamTree) -> int:

@@ -210,7 +210,7 @@ def low_rank(
     Products of a token with other adapters are masked before the second product, so infinities in them do not spread.
     `up` must be finite, even for adapters that no token uses.
     """
-    num_adapters, rank, _ = down.shape
-    inner = linear(x, down.reshape(num_adapters * rank, -1)).reshape(-1, num_adapters, rank)
+    num_adapters, rank, width = down.shape  # a rank may be 0
+    inner = linear(x, down.reshape(num_adapters * rank, width)).reshape(len(x), num_adapters, rank)
     inner = jnp.where(used[:, :, None], inner, jnp.zeros((), inner.dtype))
-    return linear(inner.reshape(-1, num_adapters * rank), up.reshape(-1, num_adapters * rank))
+    return linear(inner.reshape(len(x), num_adapters * rank), up.reshape(len(up), num_adapters * rank))

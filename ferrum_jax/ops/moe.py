@@ -24,7 +24,7 @@ from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
-from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
+from ferrum_jax.ops.quantised import Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
 from ferrum_jax.sharding.types import vary_like
 
@@ -76,22 +76,6 @@ def choose_in_groups(
         kept = jnp.any(lax.top_k(of_group, num_kept)[1][:, :, None] == groups, axis=1)  # [X, groups]
         scores = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
     return lax.top_k(scores, num_chosen)[1]
-
-
-def swiglu_experts(
-    x: Float[Array, "X D"],
-    chosen: Int[Array, "X U"],
-    shares: Float[Array, "X U"],
-    gate: Float[Array, "E F D"] | QuantisedWeight | StackedWeight,
-    up: Float[Array, "E F D"] | QuantisedWeight | StackedWeight,
-    down: Float[Array, "E D F"] | QuantisedWeight | StackedWeight,
-    first: Int[Array, ""] | None = None,
-) -> Float[Array, "X D"]:
-    """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts chosen for each token.
-
-    Products are those of `linear`; weights are `[out, in]` and may be quantised. Other arguments: see `weigh_experts`.
-    """
-    return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu, first)
 
 
 def weigh_experts(
@@ -214,7 +198,8 @@ def clamped_swiglu(
     return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
 
 
-def _swiglu(own: tuple[Any, Any, Any], x: jax.Array) -> jax.Array:
+def swiglu(own: tuple[Any, Any, Any], x: jax.Array) -> jax.Array:
+    """Computes `down @ (silu(gate @ x) * (up @ x))` for one expert, `x` [X, D]."""
     gate, up, down = own
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError
@@ -22,6 +24,7 @@ STEP_TOKENS = 2048  # of prompts in a step, the engine's own default on accelera
 DEFAULT_ROWS, DEFAULT_CONTEXT = 64, 8192
 AMPLE = 1 << 60  # bytes, where memory is not the question
 MOST_SEQUENCES = 1 << 16  # that an engine takes
+show_bytes = partial(decimal, precision=2)
 KINDS = ("vocabulary", "attention", "feed-forward", "experts", "norms and routers")
 
 
@@ -313,14 +316,6 @@ def most_sequences(deployment: Deployment, free_bytes: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if is_granted(middle) else (low, middle)
     return low
-
-
-def show_bytes(count: float) -> str:
-    """A number of bytes in the unit that suits it, decimal."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def _advice(deployment: Deployment, temporary_bytes: int | None) -> str:

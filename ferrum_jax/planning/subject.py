@@ -1,7 +1,10 @@
 """The model a plan is for: a published configuration by its name, or a `config.json`, and how its weights are kept."""
 
+import json
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
@@ -9,10 +12,13 @@ from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quan
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import FLOAT4, LARGEST, POWERS
-from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.packed import MXFP4_GROUP
 from ferrum_jax.weights.scheme import MXFP4, split_packing
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(  # of models too large to ship, by name
+    files("ferrum_jax.planning").joinpath("published.json").read_text("utf-8")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import typer
 
 from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_SECONDS, MAX_WAITING, ServerSettings
+from ferrum_jax.serve.settings import ServerSettings
 
 NEEDED = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client")
 
@@ -29,12 +29,14 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="A file with a key in each line, which `ps` does not show")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(help="Answers that may wait for a row; others get a 429")] = MAX_WAITING,
-    max_seconds: Annotated[float, typer.Option(help="Seconds that a request may take")] = MAX_SECONDS,
+    max_waiting: Annotated[
+        int, typer.Option(help="Answers that may wait for a row; others get a 429")
+    ] = ServerSettings.max_waiting,
+    max_seconds: Annotated[float, typer.Option(help="Seconds that a request may take")] = ServerSettings.max_seconds,
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that requests have to end when the server stops")
-    ] = DRAIN_SECONDS,
-    max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request")] = MAX_BODY_BYTES,
+    ] = ServerSettings.drain_seconds,
+    max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request")] = ServerSettings.max_body_bytes,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt [default: the KV capacity]")] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of browser pages that may call; may be given several times")
@@ -71,39 +73,31 @@ def serve(
     warmup: Annotated[bool, typer.Option(help="Compile everything before the first request")] = True,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
+    given = locals()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
             f"serving needs {', '.join(missing)}, which is not installed: they are the extra `serve`, as in "
             "pip install -e '.[serve]'"
         )
-    settings = ServerSettings(
+    own = cli_options.options_of(
+        ServerSettings,
+        given,
         model=served_model_name,
         api_keys=(*(api_key or ()), *_keys_in(api_key_file)),
-        max_body_bytes=max_body_bytes,
-        max_prompt_tokens=max_prompt_tokens,
-        max_waiting=max_waiting,
-        max_seconds=max_seconds,
-        drain_seconds=drain_seconds,
         allow_origins=tuple(allow_origin or ()),
-        generation_config=generation_config,
-        tool_parser=tool_parser,
         adapters=_named_folders(adapter or ()),
-        adapter_root=adapter_root,
-        trainer_endpoints=trainer_endpoints,
-        quantize=quantize,
     )
+    settings = ServerSettings(**own)
+    from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.speculation import Speculation
     from ferrum_jax.serve.server import Server, bind, url_of
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
-    sizes: dict[str, Any] = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "kv_blocks": kv_blocks}
-    sizes |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
-    sizes |= {"memory_fraction": memory_fraction}
-    sizes |= {"dtype": dtype, "device": device, "mesh": mesh, "quantize": quantize, "layout": layout}
-    with bind(host, port) as bound, LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm:
+    beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
+    with bind(host, port) as bound, LLM(model, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
         server = Server(llm, settings)
         if warmup:
             llm.warmup()

@@ -7,7 +7,6 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -54,6 +53,9 @@ class _Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves one model until it is told to stop; then it refuses new requests and waits for the running ones."""
 
+    host: str
+    port: int  # where `running` serves it
+
     def __init__(self, llm: LLM, settings: ServerSettings | None = None):
         """Makes a server for a model, which the caller closes."""
         settings = ServerSettings() if settings is None else settings
@@ -71,6 +73,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SEND_SECONDS,
             )
         )
+
+    @property
+    def url(self) -> str:
+        """The server's URL, where `running` serves it."""
+        return url_of(self.host, self.port)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and begins to serve; raises ConfigError if another server has begun to listen there meanwhile."""
@@ -92,20 +99,6 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             drained.cancel()
-
-
-@dataclass(frozen=True, eq=False)
-class RunningServer:
-    """A server in a thread of its own."""
-
-    host: str
-    port: int
-    service: Service
-
-    @property
-    def url(self) -> str:
-        """The server's URL."""
-        return url_of(self.host, self.port)
 
 
 def url_of(host: str, port: int) -> str:
@@ -136,7 +129,7 @@ def bind(host: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def running(
     llm: LLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 0
-) -> Iterator[RunningServer]:
+) -> Iterator[Server]:
     """Serves a model in a thread during the context, for port 0 on any free port; drains the server at the end.
 
     Raises:
@@ -167,7 +160,8 @@ def running(
                 if not thread.is_alive():
                     raise problems[0] if problems else BackendError("the server did not start: its log says why")
                 thread.join(0.005)
-            yield RunningServer(host, bound.getsockname()[1], server.service)
+            server.host, server.port = host, bound.getsockname()[1]
+            yield server
         finally:
             server.should_exit = True
             thread.join()

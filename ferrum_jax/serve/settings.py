@@ -8,11 +8,6 @@ from ferrum_jax.config.checks import check_integer, check_number
 from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
-MAX_BODY_BYTES = 16 << 20
-MAX_WAITING = 256
-GENERATION_CONFIGS = "auto", "none"
-MAX_SECONDS = 600.0
-DRAIN_SECONDS = 30.0
 MOST_SECONDS = 366 * 24 * 3600  # of any limit
 
 
@@ -22,11 +17,11 @@ class ServerSettings:
 
     model: str = ""  # the served name; the model's own if empty
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # all requests but `/health` need one; empty: none does
-    max_body_bytes: int = MAX_BODY_BYTES  # of a request
+    max_body_bytes: int = 16 << 20  # of a request
     max_prompt_tokens: int | None = None  # of one prompt; None: the KV capacity
-    max_waiting: int = MAX_WAITING  # most answers that wait for a row; a request beyond is a 429
-    max_seconds: float = MAX_SECONDS  # longest time of a request; its own `max_time` can only shorten it
-    drain_seconds: float = DRAIN_SECONDS  # time for requests to end after the server is told to stop
+    max_waiting: int = 256  # most answers that wait for a row; a request beyond is a 429
+    max_seconds: float = 600.0  # longest time of a request; its own `max_time` can only shorten it
+    drain_seconds: float = 30.0  # time for requests to end after the server is told to stop
     allow_origins: tuple[str, ...] = ()  # of browser pages that may call the server
     generation_config: str = "auto"  # `auto`: the model's files give the defaults of sampling; `none`: they do not
     tool_parser: str = "auto"  # a parser's name, `none`, or `auto`: by the chat template
@@ -40,7 +35,7 @@ class ServerSettings:
         check_integer("max_waiting", self.max_waiting)
         if self.max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", self.max_prompt_tokens, 1)
-        if self.generation_config not in GENERATION_CONFIGS:
+        if self.generation_config not in ("auto", "none"):
             raise ConfigError(f"generation_config is {safe_repr(self.generation_config)}, expected 'auto' or 'none'")
         check_flag("trainer_endpoints", self.trainer_endpoints, ConfigError)
         for name in ("max_seconds", "drain_seconds"):

@@ -21,7 +21,7 @@ from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantise
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, is_weight_spec, map_specs, named_leaves
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
-from ferrum_jax.progress import Track
+from ferrum_jax.progress import track
 from ferrum_jax.weights.huge_pages import DevicePlacer, stack_in_turn
 
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediates fit the cache
@@ -86,7 +86,7 @@ def assemble(
     plain = quantised_specs(family(cfg).param_specs(cfg), formats)
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
-    names = Track("reading weights")(made) if progress else made
+    names = track("reading weights")(made) if progress else made
     own, laid = (named_leaves(tree, is_weight_spec) for tree in (plain, layout_specs(plain, cfg, layout)))
     put = DevicePlacer(placed.placement.first)
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}

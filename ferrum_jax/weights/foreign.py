@@ -20,7 +20,7 @@ from ferrum_jax.contract.checks import check_no_problems, differences, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, shape_of_numbers
 from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.sharding.types import dividing, explicit_mesh, partition_of, with_auto_axes
 from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
@@ -157,8 +157,9 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     needless |= {"lm_head.weight"} if cfg.tie_word_embeddings else set()
     apart = stored_apart(specs, flat)
     given = {name: leaf for name, leaf in flat.items() if name not in needless}
-    wanted = {name: _stored_shape(spec) for name, spec in specs_apart(specs, apart).items()}
-    check_no_problems(f"these are not the tensors of this {cfg.model_type}", differences(_shapes(given), wanted))
+    found = {name: shape_of_numbers(leaf) for name, leaf in given.items()}
+    wanted = {name: str(_stored_shape(spec)) for name, spec in specs_apart(specs, apart).items()}
+    check_no_problems(f"these are not the tensors of this {cfg.model_type}", differences(found, wanted))
     head, embeddings = flat.get("lm_head.weight"), flat["model.embed_tokens.weight"]
     if cfg.tie_word_embeddings and head is not None and not _are_same(head, embeddings):
         raise InvalidParameterError(

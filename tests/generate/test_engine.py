@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_jax import LLM, SamplingParams
-from ferrum_jax.contract.errors import DeviceError, ModelError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    DeviceError,
+    ModelError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
 from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
 from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM, SummingLLM, answer
@@ -281,6 +287,42 @@ def test_an_aborted_request_frees_what_it_holds_and_leaves_the_others_alone():
     engine.abort(kept)
     assert kept.output().token_ids == answer(model, [1, 2], 4)
     assert (dropped.is_done, waiting.answer, model.lengths) == (False, [], {})
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("gone", [(0,), (0, 1), (1, 0)])
+def test_answers_of_one_prompt_go_on_without_the_first(gone: tuple[int, ...], steps: int):
+    model = CountingLLM()
+    llm = LLM.from_model(model)
+    engine = Scheduler(model, max_rows=4, chunk_tokens=2)
+    group = llm.group([1, 2, 3], SamplingParams(n=3, temperature=1.0, seed=0, max_tokens=3))
+    engine.submit(group[0])
+    for _ in range(steps):
+        engine.step()
+    engine.abort(*(group[at] for at in gone))
+    while engine.has_work:
+        engine.step()
+    assert [len(one.answer) for one in group] == [0 if at in gone else 3 for at in range(3)]
+    assert model.lengths == {}
+
+
+def test_an_engine_may_be_closed_by_a_handler_of_a_signal_that_comes_while_its_thread_starts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    llm, start = LLM.from_model(CountingLLM()), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "ferrum-engine":
+            llm.engine.close()  # as a handler would, in this thread
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(CancelledError, match="this LLM is closed"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    assert "ferrum-engine" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(CancelledError, match="this LLM is closed"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=4))
 
 
 def test_giving_up_on_a_dead_model_hides_no_other_error():

@@ -1,6 +1,7 @@
 """Adapters in the pure forward: PEFT's logits, batches that mix adapters, and what stacks may and may not change."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.batch import Batch, Rows
 from tests import tiny
@@ -124,6 +126,43 @@ def test_what_another_adapter_makes_of_a_row_is_dropped_were_it_infinite(params:
     sick = run(params, tokens, CFG, loras=poisoned, adapters=rows)
     np.testing.assert_array_equal(sick[:2], healthy[:2])
     assert not bool(jnp.isfinite(sick[2]).any())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["down", "up"])
+def test_an_adapter_that_no_row_uses_spoils_nothing_were_it_nan(part: str, params: ParamTree, stacks: ParamTree):
+    def poison(path: tuple, leaf: jax.Array) -> jax.Array:
+        own = specs.name_of(path[-1:])
+        return leaf if own != part else leaf.at[1].set(jnp.nan) if own == "down" else leaf.at[:, 1].set(jnp.nan)
+
+    poisoned = jax.tree_util.tree_map_with_path(poison, stacks)
+    tokens, rows = jnp.asarray([prompt("every")] * 2), jnp.asarray([0, -1])
+
+    @jax.jit
+    def total(params: ParamTree, stacks: ParamTree) -> jax.Array:
+        return jnp.sum(models.forward(params, tokens, CFG, loras=stacks, adapters=rows) ** 2)
+
+    healthy, sick = (jax.value_and_grad(total, argnums=(0, 1))(params, one) for one in (stacks, poisoned))
+    for a, b in zip(jax.tree.leaves(healthy), jax.tree.leaves(sick), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["checkpoint", "scanned"])
+def test_layers_may_have_ranks_of_their_own_and_none(layout: str, params: ParamTree, stacks: ParamTree):
+    def part(path: tuple, leaf: jax.Array) -> jax.Array:
+        rank = int(specs.name_of(path).split(".")[2])  # that of the layer: 0, 1, 2
+        return leaf[:, :rank] if path[-1].key == "down" else leaf[..., :rank]
+
+    def padded(leaf: jax.Array, like: jax.Array) -> jax.Array:
+        return jnp.pad(leaf, [(0, to - size) for size, to in zip(leaf.shape, like.shape, strict=True)])
+
+    narrow = jax.tree_util.tree_map_with_path(part, stacks)
+    tokens, rows = jnp.asarray([prompt("every")] * 2), jnp.asarray([0, 1])
+    forward = jax.jit(partial(models.forward, tokens=tokens, cfg=CFG, adapters=rows))
+    expected = forward(params, loras=jax.tree.map(padded, narrow, stacks))
+    found = forward(lay_out(params, CFG, layout), loras=narrow)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=SAME)
+    assert np.abs(found - forward(params, loras=jax.tree.map(jnp.zeros_like, stacks))).max() > 100 * SAME
 
 
 def rows_of(tokens: NDArray[np.int32], at: int, tables: jax.Array, index: int | None) -> Rows[jax.Array]:
@@ -271,6 +310,7 @@ def changed_up(stacks: ParamTree, change: Callable[[jax.Array], jax.Array]) -> P
         (lambda stacks: changed_up(stacks, lambda up: up[..., 1:]), r"_proj\.up has shape .*, expected"),
         (lambda stacks: {"model": {"layers": stacks["model"]["layers"][1:]}}, r"layers\.2\.\S+ is missing"),
         (lambda stacks: {}, r"_proj\.down is missing"),
+        (lambda stacks: changed_up(stacks, lambda up: up.astype(int)), r"_proj\.up has shape .* of int32"),
         (lambda stacks: jax.tree.map(lambda leaf: leaf[0], stacks), r"_proj\.down has shape \[\d+, \d+\], expected"),
     ],
 )  # fmt: skip

@@ -95,6 +95,7 @@ def test_every_family_returns_its_hidden_states_and_can_be_steered(name: str):
     expected = models.logits_of(params, hidden[last] + vectors[-1], cfg)
     with pytest.raises(InvalidParameterError, match=r"x has shape .*, expected \[\.\.\., D\] of D = "):
         models.logits_of(params, hidden[last][..., 1:], cfg)
+    assert models.logits_of(params, hidden[last][:, :0], cfg).shape == (*tokens.shape[:1], 0, cfg.vocab_size)
     np.testing.assert_allclose(forward(params, tokens, cfg, steering=vectors), expected, atol=TOLERANCE)
 
 
@@ -187,6 +188,7 @@ def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: li
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -204,6 +206,9 @@ def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: li
         ({"inputs_embeds": jnp.zeros((22, 2, WIDTH))}, r"inputs_embeds has shape \[22, 2, 48\], .*: \[2, 22, 48\]"),
         ({"inputs_embeds": jnp.zeros((2, WIDTH, 22))}, r"inputs_embeds has shape \[2, 48, 22\]"),
         ({"steering": jnp.zeros((3, WIDTH - 1))}, r"steering has shape \[3, 47\]"),
+        ({"steering": "abc"}, "steering is no array"),
+        ({"steering": [[1.0], [1.0, 2.0]]}, "steering is no array"),
+        ({"inputs_embeds": jnp.zeros((2, 22, WIDTH), int)}, "inputs_embeds are int32, expected floating-point"),
     ],
 )
 def test_what_does_not_exist_cannot_be_captured_or_steered(asked: dict, message: str):

@@ -435,6 +435,26 @@ def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
         replace_with(value)
 
 
+def test_only_a_mask_says_where_to_replace():
+    with pytest.raises(InvalidParameterError, match="where is float32, expected True and False"):
+        replace_with(1.0, where=0.3)
+
+
+@pytest.mark.parametrize("layout", ["checkpoint", "scanned"])
+@pytest.mark.parametrize("point", ["pattern", "attn_scores", "z", "resid_mid"])
+def test_an_edit_of_all_layers_may_be_of_numpy_or_a_list(point: str, layout: str):
+    params, cfg = model("llama31")
+    params, tokens = lay_out(params, cfg, layout), tokens_of("llama31")
+    scale = np.linspace(0.5, 0.9, cfg.num_hidden_layers, dtype=np.float32)
+    given = [jnp.asarray(scale), scale, scale.tolist()]
+    if point in ("pattern", "attn_scores"):
+        given = [one.reshape(-1, 1, 1, 1) for one in given[:2]] + [scale.reshape(-1, 1, 1, 1).tolist()]
+    edits = [{(point, None): Edit(scale=one)} for one in given]
+    expected, *found = (jax.jit(partial(models.forward, cfg=cfg, interventions=one))(params, tokens) for one in edits)
+    for one in found:
+        np.testing.assert_array_equal(one, expected)
+
+
 def test_a_list_with_traced_numbers_replaces():
     found = jax.jit(lambda x: replace_with([x * 2, 1.0], where=[True, False]).add)(3.0)
     np.testing.assert_array_equal(found, [6, 0])

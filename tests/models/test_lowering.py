@@ -26,7 +26,7 @@ from ferrum_jax.models import family, specs
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.batch import Rows
-from ferrum_jax.ops.moe import swiglu_experts
+from ferrum_jax.ops.moe import swiglu, weigh_experts
 from ferrum_jax.ops.rope import rotations
 from tests import tiny
 from tests.tiers import by_default
@@ -156,10 +156,13 @@ def test_a_gpu_has_no_loop_over_experts_where_one_step_computes_all_tiles():
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     shares = jax.ShapeDtypeStruct((4, 3), jnp.float32)
-    few = [numbers(4, 48), ints(4, 3), shares, numbers(7, 28, 48), numbers(7, 28, 48), numbers(7, 48, 28)]
+    few = [numbers(4, 48), ints(4, 3), shares, (numbers(7, 28, 48), numbers(7, 28, 48), numbers(7, 48, 28))]
     own = lowered(jnp.cumsum, "cuda", ints(7)).count("stablehlo.while")  # of JAX's cumsum, which XLA replaces
-    many = [numbers(64, 4096), ints(64, 3), shares.update(shape=(64, 3)), *(numbers(64, 4096, 4096),) * 3]
-    loops = [lowered(swiglu_experts, "cuda", *sizes).count("stablehlo.while") for sizes in (few, many)]
+    many = [numbers(64, 4096), ints(64, 3), shares.update(shape=(64, 3)), (numbers(64, 4096, 4096),) * 3]
+    loops = [
+        lowered(functools.partial(weigh_experts, expert=swiglu), "cuda", *sizes).count("stablehlo.while")
+        for sizes in (few, many)
+    ]
     assert loops == [own, own + 1]
 
 

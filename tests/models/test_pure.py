@@ -147,6 +147,9 @@ def test_parameters_of_another_shape_are_refused_by_name():
     wrong = params | {"model": params["model"] | {"norm": {"weight": jnp.ones(5)}}}
     with pytest.raises(InvalidParameterError, match=r"model\.norm\.weight has shape \[5\], expected \[\d+\]"):
         models.forward(wrong, tokens, cfg)
+    wrong = jax.tree.map(lambda leaf: leaf.astype(jnp.complex64 if leaf.ndim > 1 else leaf.dtype), params)
+    with pytest.raises(InvalidParameterError, match=r"_proj\.weight has shape \[.*\] of complex64, expected \[\d+"):
+        models.forward(wrong, tokens, cfg)
 
 
 def test_a_later_token_does_not_influence_an_earlier_one():

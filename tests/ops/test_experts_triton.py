@@ -16,7 +16,7 @@ from ferrum_jax.ops import experts_triton, moe
 from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import StackedWeight, linear
-from ferrum_jax.ops.moe import swiglu_experts, weigh_experts
+from ferrum_jax.ops.moe import swiglu, weigh_experts
 from ferrum_jax.ops.quantised import quantise_weight
 from tests import tiny
 from tests.tiers import by_default
@@ -62,7 +62,9 @@ def run(
     def function(*arrays: Any) -> jax.Array:
         x, chosen, shares, gate, up, down = arrays
         with kernels("triton"):
-            return swiglu_experts(x, chosen, shares, gate, up, down, None if first is None else jnp.int32(first))
+            return weigh_experts(
+                x, chosen, shares, (gate, up, down), swiglu, None if first is None else jnp.int32(first)
+            )
 
     assert "multiply_experts" in str(jax.make_jaxpr(function)(x, chosen, shares, *own))
     return jax.jit(function)(x, chosen, shares, *own)
@@ -132,7 +134,8 @@ def test_products_of_any_size_and_tiles_of_no_expert(inputs: int, outputs: int, 
 def test_the_weights_of_few_choices_are_gathered():
     x, chosen, shares = tokens(1, "bfloat16")
     with kernels("triton"):
-        made = jax.make_jaxpr(swiglu_experts)(x, chosen, shares, *(one[0] for one in weights("bfloat16")))
+        stacks = tuple(one[0] for one in weights("bfloat16"))
+        made = jax.make_jaxpr(functools.partial(weigh_experts, expert=swiglu))(x, chosen, shares, stacks)
     assert "multiply_experts" not in str(made)
 
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import _argsort_on_cpu, _outputs, _swiglu, clamped_swiglu, route, swiglu_experts, weigh_experts
+from ferrum_jax.ops.moe import _argsort_on_cpu, _outputs, clamped_swiglu, route, swiglu, weigh_experts
 from ferrum_jax.ops.quantised import dequantise_weight, quantise_weight
 from tests.tiers import by_default
 
@@ -46,7 +46,7 @@ def by_every_expert(x: NDArray, chosen: NDArray, gate: NDArray, up: NDArray, dow
 @pytest.mark.parametrize("count", by_default([1, 5, 60], 60))
 def test_each_choice_gives_its_experts_output(count: int, at_once: int):
     x, chosen = tokens(count)
-    found = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))(x, chosen, weights())
+    found = jax.jit(partial(_outputs, swiglu, largest=4, at_once=at_once))(x, chosen, weights())
     np.testing.assert_allclose(found, by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
 
 
@@ -60,7 +60,7 @@ def test_choices_are_sorted_by_expert_and_then_by_token(shape: tuple[int, ...]):
 @forms
 def test_any_load_is_served_whole(at_once: int):
     x, _ = tokens(29)
-    run = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))
+    run = jax.jit(partial(_outputs, swiglu, largest=4, at_once=at_once))
     for first in range(EXPERTS - CHOSEN + 1):
         chosen = np.tile(np.arange(first, first + CHOSEN, dtype=np.int32), (29, 1))
         np.testing.assert_allclose(run(x, chosen, weights()), by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
@@ -70,7 +70,7 @@ def test_any_load_is_served_whole(at_once: int):
 def test_what_other_tokens_and_unchosen_experts_hold_reaches_nobody(at_once: int):
     x, chosen = tokens(9)
     chosen[chosen == 4] = 0  # nobody's expert
-    run = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))
+    run = jax.jit(partial(_outputs, swiglu, largest=4, at_once=at_once))
     clean = run(x, chosen, weights())
     spoilt = x.copy()
     spoilt[3] = np.nan
@@ -82,7 +82,7 @@ def test_what_other_tokens_and_unchosen_experts_hold_reaches_nobody(at_once: int
 
 def combined(x: jax.Array, logits: jax.Array, *experts: jax.Array) -> jax.Array:
     chosen, shares = route(logits, CHOSEN, renormalise=True)
-    return swiglu_experts(x, chosen, shares, *experts)
+    return weigh_experts(x, chosen, shares, tuple(experts), swiglu)
 
 
 def dense(x: jax.Array, logits: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:

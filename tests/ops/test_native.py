@@ -19,7 +19,7 @@ from ferrum_jax.ops import native, sampling
 from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.kernel_use import are_used, kernels
 from ferrum_jax.ops.linear import StackedWeight
-from ferrum_jax.ops.moe import swiglu_experts
+from ferrum_jax.ops.moe import swiglu, weigh_experts
 from ferrum_jax.ops.quantised import UINTS, QuantisedWeight, pack, pack_high, quantise_weight
 from tests.ops.paged import LAYER, Case, Filled, fill
 from tests.tiers import by_default
@@ -153,7 +153,7 @@ def test_experts_in_a_stack_of_layers_are_those_of_their_layer(first: int | None
     @jax.jit
     def mix(gate: Any, up: Any, down: Any) -> jax.Array:
         with kernels("cpu"):
-            return swiglu_experts(x, chosen, jnp.ones(chosen.shape), gate, up, down, start)
+            return weigh_experts(x, chosen, jnp.ones(chosen.shape), (gate, up, down), swiglu, start)
 
     for layer in range(3):
         found = mix(*(StackedWeight(stack, jnp.int32(layer)) for stack in stacks))

@@ -8,8 +8,7 @@ import pytest
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.models.quantisation import Format, quantised_specs
 from ferrum_jax.models.specs import ParamSpec, named_leaves, num_bytes, num_parameters
-from ferrum_jax.planning.published import CONFIGURATIONS
-from ferrum_jax.planning.subject import read_subject
+from ferrum_jax.planning.subject import CONFIGURATIONS, read_subject
 from ferrum_jax.planning.work import numbers_of
 from tests import tiny
 

@@ -30,7 +30,7 @@ from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.answers import Caller
 from ferrum_jax.serve.app import describe_api, endpoints_of
 from ferrum_jax.serve.errors import ApiError
-from ferrum_jax.serve.server import RunningServer, running, url_of
+from ferrum_jax.serve.server import Server, running, url_of
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
 from tests.executor.conftest import make_runner
@@ -173,7 +173,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(folders: list[Path]) -> Iterator[tuple[RunningServer, LLM]]:
+def trained(folders: list[Path]) -> Iterator[tuple[Server, LLM]]:
     runner = load(folders[0], dtype="float32", max_seqs=2, kv_capacity=64, kv_blocks=20, block_size=8, quantize="none",
                   prefix_cache=True, progress=False)  # fmt: skip
     settings = ServerSettings(model="tiny", trainer_endpoints=True, quantize="none", drain_seconds=5)
@@ -183,7 +183,7 @@ def trained(folders: list[Path]) -> Iterator[tuple[RunningServer, LLM]]:
 
 
 @pytest.fixture
-def trainer(trained: tuple[RunningServer, LLM]) -> Iterator[httpx.Client]:
+def trainer(trained: tuple[Server, LLM]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=trained[0].url, timeout=60, trust_env=False) as one:
         yield one
         one.post("/resume")
@@ -194,7 +194,7 @@ def complete(http: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def test_weights_of_another_checkpoint_are_set_while_serving(
-    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path], tmp_path: Path
+    trainer: httpx.Client, trained: tuple[Server, LLM], folders: list[Path], tmp_path: Path
 ):
     texts, versions = [], []
     for folder in (folders[1], folders[0]):
@@ -232,7 +232,7 @@ def test_weights_for_a_mesh_are_read_on_the_host(folders: list[Path], monkeypatc
 
 
 def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_ends_them(
-    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path], monkeypatch: pytest.MonkeyPatch
+    trainer: httpx.Client, trained: tuple[Server, LLM], folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ):
     server, llm = trained
     entered, gate, execute = threading.Event(), threading.Event(), llm.runner.execute
@@ -260,7 +260,7 @@ def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_end
     assert versions == list(range(before + 1, before + many + 1))
 
 
-def test_a_resume_ends_a_pause_for_good(trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: Any):
+def test_a_resume_ends_a_pause_for_good(trainer: httpx.Client, trained: tuple[Server, LLM], monkeypatch: Any):
     server, llm = trained
     gate, entered = threading.Event(), threading.Event()
     step = llm.engine.scheduler.step
@@ -310,7 +310,7 @@ def _alone(folder: Path) -> LLM:
     return LLM.from_model(runner, spelled(37))
 
 
-def test_a_pause_lets_end_what_runs_and_begin_nothing(trainer: httpx.Client, trained: tuple[RunningServer, LLM]):
+def test_a_pause_lets_end_what_runs_and_begin_nothing(trainer: httpx.Client, trained: tuple[Server, LLM]):
     server, _ = trained
     with ThreadPoolExecutor(4) as pool:
         running_one = pool.submit(complete, trainer, max_tokens=50)
@@ -332,7 +332,7 @@ def test_a_pause_lets_end_what_runs_and_begin_nothing(trainer: httpx.Client, tra
 
 
 def test_a_pause_may_end_what_runs_with_what_it_has(
-    trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: pytest.MonkeyPatch
+    trainer: httpx.Client, trained: tuple[Server, LLM], monkeypatch: pytest.MonkeyPatch
 ):
     server, llm = trained
     calls, gate = itertools.count(), threading.Event()
@@ -360,7 +360,7 @@ def test_a_pause_may_end_what_runs_with_what_it_has(
 
 
 def test_a_pause_ends_what_has_not_all_its_scores_yet(
-    trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: pytest.MonkeyPatch
+    trainer: httpx.Client, trained: tuple[Server, LLM], monkeypatch: pytest.MonkeyPatch
 ):
     server, llm = trained
     gate, execute = threading.Event(), llm.runner.execute
@@ -387,7 +387,7 @@ def test_a_pause_ends_what_has_not_all_its_scores_yet(
         assert paused.result().json() == {"is_paused": True}
 
 
-def test_known_prefixes_are_forgotten(trainer: httpx.Client, trained: tuple[RunningServer, LLM]):
+def test_known_prefixes_are_forgotten(trainer: httpx.Client, trained: tuple[Server, LLM]):
     _, llm = trained
     prompt = "a prompt of several blocks of tokens"
 

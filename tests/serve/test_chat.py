@@ -14,7 +14,7 @@ from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve import prompting
 from ferrum_jax.serve.chat_schema import Message, ToolCall
-from ferrum_jax.serve.server import RunningServer
+from ferrum_jax.serve.server import Server
 from tests.serve.conftest import async_client
 from tests.serve.models import Scripted, characters
 from tests.serve.test_completions import TOLERANCE
@@ -22,7 +22,7 @@ from tests.serve.test_completions import TOLERANCE
 HI: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 12, "temperature": 0}
 RENDERED = "system:be kind<end>user:hello<end>assistant:<go>"
-Start = Callable[..., tuple[Scripted, Any, RunningServer]]
+Start = Callable[..., tuple[Scripted, Any, Server]]
 TOOLS: Any = [
     {
         "type": "function",
@@ -136,7 +136,7 @@ def test_token_ids_and_prompt_logprobs_are_told(client: Any, llm: LLM):
     assert [token for one in chunks for token in getattr(one.choices[0], "token_ids", None) or []] == expected.token_ids
 
 
-def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LLM):
+def test_coroutines_are_answered_too(server: Server, client: Any, llm: LLM):
     async def main() -> tuple[str | None, str]:
         async with async_client(server) as many:
             whole = await many.chat.completions.create(**ASK)
@@ -148,7 +148,7 @@ def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LL
     assert asyncio.run(main()) == (reference(llm), reference(llm))
 
 
-def test_coroutines_are_answered_at_once_and_as_others_are(server: RunningServer, client: Any):
+def test_coroutines_are_answered_at_once_and_as_others_are(server: Server, client: Any):
     chats: list[dict[str, Any]] = [
         {"logprobs": True, "top_logprobs": 3},
         {"n": 3, "seed": 5, "temperature": 1.0, "stop": "a", "logit_bias": {"4": 2.5}},
@@ -424,7 +424,7 @@ def test_texts_and_conversations_are_tokenised(http: httpx.Client, llm: LLM):
 
 
 def test_tokens_are_told_in_a_thread_that_no_completion_needs(
-    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ):
     threads: list[str] = []
     text_of = server.service.vocabulary.text_of
@@ -440,7 +440,7 @@ def test_tokens_are_told_in_a_thread_that_no_completion_needs(
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_long_prompts_become_tokens_in_a_thread_that_no_short_one_needs(
-    is_chat: bool, server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    is_chat: bool, server: Server, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ):
     threads: list[str] = []
 

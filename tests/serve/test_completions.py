@@ -18,7 +18,7 @@ from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.serve import completions
-from ferrum_jax.serve.server import RunningServer
+from ferrum_jax.serve.server import Server
 from ferrum_jax.serve.settings import ServerSettings
 from tests.executor.conftest import CFG
 from tests.serve.conftest import Serve, async_client
@@ -269,7 +269,7 @@ def test_a_seed_of_64_bits_counts_modulo_two_to_the_32(client: Any, llm: LLM, gi
         assert choice.text == text_of(llm, temperature=1.0, seed=(counts + at) % 2**32, max_tokens=16)
 
 
-def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServer, llm: LLM):
+def test_a_seed_gives_the_same_text_under_load(client: Any, server: Server, llm: LLM):
     alone = [text_of(llm, temperature=1.0, seed=seed, max_tokens=20) for seed in range(12)]
 
     async def main() -> list[str]:
@@ -343,7 +343,7 @@ def test_fields_that_change_nothing_are_accepted(client: Any, llm: LLM):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_long_answer_is_written_beside_the_event_loop(
-    server: RunningServer, client: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+    server: Server, client: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
 ):
     threads: set[str] = set()
     text_of = server.service.vocabulary.text_of

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from ferrum_jax.serve.server import RunningServer
+from ferrum_jax.serve.server import Server
 from tests.long import SEED
 
 SLOW: Any = list(HealthCheck)
 FEW, MANY = 5, int(os.environ.get("CASES", "1000"))  # cases for each endpoint
 
 
-def run_cases(server: RunningServer, count: int, chosen: int) -> dict[int, int]:
+def run_cases(server: Server, count: int, chosen: int) -> dict[int, int]:
     """Sends so many cases to each endpoint, within and without what is described; returns how often what came back."""
     import schemathesis  # takes seconds
 
@@ -48,11 +48,11 @@ def run_cases(server: RunningServer, count: int, chosen: int) -> dict[int, int]:
     return statuses
 
 
-def test_described_cases_end_in_no_server_error(server: RunningServer):
+def test_described_cases_end_in_no_server_error(server: Server):
     assert 200 in run_cases(server, FEW, 7)
 
 
 @pytest.mark.slow
-def test_many_described_cases_end_in_no_server_error(server: RunningServer):
+def test_many_described_cases_end_in_no_server_error(server: Server):
     print(f"SEED={SEED}")
     print(run_cases(server, MANY, SEED))

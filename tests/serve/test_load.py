@@ -29,7 +29,7 @@ from ferrum_jax.serve import server as server_module
 from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
-from ferrum_jax.serve.server import RunningServer, Server, bind, running
+from ferrum_jax.serve.server import Server, bind, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.fake import SummingLLM
 from tests.generate.conftest import is_empty
@@ -59,7 +59,7 @@ def held() -> Iterator[Scripted]:
 
 
 @contextlib.contextmanager
-def serving(model: Scripted, **settings: Any) -> Iterator[tuple[RunningServer, httpx.Client]]:
+def serving(model: Scripted, **settings: Any) -> Iterator[tuple[Server, httpx.Client]]:
     llm = LLM.from_model(model, characters(), max_rows=2, chunk_tokens=64)
     try:
         with (
@@ -171,7 +171,7 @@ def test_what_a_stream_holds_is_free_before_its_last_event():
     assert happened == ["start", "data: 1", "freed", "data: [DONE]"]
 
 
-def test_a_client_that_leaves_a_stream_gives_its_blocks_back(server: RunningServer, runner: ModelRunner):
+def test_a_client_that_leaves_a_stream_gives_its_blocks_back(server: Server, runner: ModelRunner):
     with openai_client(server) as client:
         for _ in range(3):
             stream = client.completions.create(model="tiny", prompt="ab", max_tokens=90, stream=True, n=3,

@@ -15,7 +15,7 @@ import pytest
 
 from ferrum_jax import LLM
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.serve.server import RunningServer, running
+from ferrum_jax.serve.server import Server, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.executor.conftest import ADAPTER_NAMES
 from tests.generate.conftest import is_empty
@@ -179,7 +179,7 @@ def storm(
     return statuses, grown
 
 
-def check_idle(server: RunningServer) -> None:
+def check_idle(server: Server) -> None:
     service = server.service
     until(lambda: service.admission.live == 0)
     assert not service.live

@@ -257,6 +257,14 @@ def test_all_that_is_wrong_with_named_tensors_is_in_one_message():
         "these are not the tensors of this llama: lm_head.weight is missing; "
         "model.norm.weight has shape [47], expected [48]; extra is unknown"
     )
+    whole: dict[str, Any] = dict(tiny.tensors(tiny.CONFIGS["llama3"]))
+    for leaf, found in (
+        (np.ones(48, int), r"\[48\] of int64"),
+        ([1.0] * 48, r"\[48\] of list"),
+        (None, r"\[\] of NoneType"),
+    ):
+        with pytest.raises(InvalidParameterError, match=rf"model\.norm\.weight has shape {found}, expected \[48\]"):
+            from_hf_names(whole | {"model.norm.weight": leaf}, LLAMA)
 
 
 def test_a_head_that_differs_from_the_embeddings_it_is_said_to_be_is_refused():
