@@ -32,7 +32,7 @@ from ferrum_jax.models.hooks import (
 )
 from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.sequences import as_integers, check_adapters, check_range
+from ferrum_jax.models.sequences import as_integers, check_range, checked_adapters
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
@@ -178,7 +178,7 @@ def generate_fn(
     check_range("lengths", lengths, 1, tokens.shape[1])
     check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
-    adapters = check_adapters(loras, adapters, cfg, batch)
+    loras, adapters = checked_adapters(loras, adapters, cfg, batch)
     checked = check_interventions(interventions, cfg)
     if steering is not None:
         checked = steered(steering, checked, cfg, ())

@@ -64,22 +64,34 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
     return specs.map_specs(row, stack_specs(cfg, spec))
 
 
-def check_stacks(stacks: ParamTree, cfg: ModelConfig) -> None:
-    """Raises InvalidParameterError unless a tree has stacks of every projection, all of as many adapters.
+def checked_stacks(stacks: ParamTree, cfg: ModelConfig) -> ParamTree:
+    """Returns stacks of every projection: those given, and of rank 0 for projections that a layer leaves out.
 
     Projections may have ranks of their own.
+
+    Raises:
+        InvalidParameterError: the arrays are not those of as many adapters of this model.
     """
     leaves = specs.named_leaves(stacks)
-    shapes = {name: jnp.shape(leaf) for name, leaf in leaves.items()}
-    count = next((shape[0] for name, shape in shapes.items() if name.endswith(".down") and len(shape) == 3), "A")
-    wanted = {}
+    downs = [leaf for name, leaf in leaves.items() if name.endswith(".down") and jnp.ndim(leaf) == 3]
+    count, wanted, absent = downs[0].shape[0] if downs else "A", {}, []
+    may_lack = bool(downs) and len(stacks["model"]["layers"]) == cfg.num_hidden_layers
     for name, weight in projections(cfg).items():
-        (out_size, in_size), down = weight.shape, shapes.get(f"{name}.down", ())
+        (out_size, in_size), down = weight.shape, jnp.shape(leaves.get(f"{name}.down", 0))
+        if may_lack and leaves.keys().isdisjoint({f"{name}.down", f"{name}.up"}):
+            absent.append((name, out_size, in_size))
+            continue
         rank = down[1] if len(down) == 3 else "R"
         wanted[f"{name}.down"] = f"[{count}, {rank}, {in_size}]"
         wanted[f"{name}.up"] = f"[{out_size}, {count}, {rank}]"
     given = {name: specs.shape_of_numbers(leaf) for name, leaf in leaves.items()}
     check_no_problems("these are not stacks of adapters of this model", differences(given, wanted))
+    if not absent:
+        return stacks
+    for name, out_size, in_size in absent:
+        leaves[f"{name}.down"] = jnp.zeros((count, 0, in_size), downs[0].dtype)
+        leaves[f"{name}.up"] = jnp.zeros((out_size, count, 0), downs[0].dtype)
+    return specs.from_names(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=1)), leaves)
 
 
 def without_unused(stacks: ParamTree | None, adapters: Int[Array, " B"] | None) -> ParamTree | None:

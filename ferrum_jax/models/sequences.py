@@ -19,7 +19,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
-from ferrum_jax.models.adapters import check_stacks, without_unused
+from ferrum_jax.models.adapters import checked_stacks, without_unused
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     ATTENTION,
@@ -126,7 +126,8 @@ def run(
             static under `jit`. Arrays are captured after the interventions at their point.
         inputs_embeds: used instead of the tokens' embeddings, in their dtype; a family's factor on embeddings is not
             applied to them.
-        loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
+        loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them; a layer may leave
+            out projections.
         adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter. What is not finite
             in an adapter spreads to the rows beside those that use it.
         steering: added to the output of each layer, for all tokens or for each one.
@@ -162,7 +163,7 @@ def run(
     if inputs_embeds is None:
         check_range("tokens", tokens, 0, cfg.vocab_size - 1)
     batch, length = tokens.shape
-    adapters = check_adapters(loras, adapters, cfg, batch)
+    loras, adapters = checked_adapters(loras, adapters, cfg, batch)
     checked = check_interventions(interventions, cfg)
     check_points([point for point in checked if point.layer is not None], cfg, first if isinstance(first, int) else 0)
     if steering is not None:
@@ -347,8 +348,10 @@ def as_integers(name: str, values: object) -> jax.Array:
     return jnp.asarray(given)
 
 
-def check_adapters(loras: ParamTree | None, adapters: object, cfg: ModelConfig, batch: int) -> jax.Array | None:
-    """Returns the adapter of each row, int32 `[B]`, or None if none are given.
+def checked_adapters(
+    loras: ParamTree | None, adapters: object, cfg: ModelConfig, batch: int
+) -> tuple[ParamTree | None, jax.Array | None]:
+    """Returns stacks of every projection, and the adapter of each row, int32 `[B]`; None if none are given.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, or one has a wrong shape or type.
@@ -356,11 +359,10 @@ def check_adapters(loras: ParamTree | None, adapters: object, cfg: ModelConfig, 
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("give both `loras` and `adapters` or neither: only one of them is given")
     if loras is None:
-        return None
-    check_stacks(loras, cfg)
-    adapters = as_integers("adapters", adapters)
+        return None, None
+    loras, adapters = checked_stacks(loras, cfg), as_integers("adapters", adapters)
     check_shape("adapters", adapters, "[B]", (batch,))
-    return adapters.astype(jnp.int32)
+    return loras, adapters.astype(jnp.int32)
 
 
 def check_range(

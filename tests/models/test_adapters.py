@@ -147,6 +147,20 @@ def test_an_adapter_that_no_row_uses_spoils_nothing_were_it_nan(part: str, param
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("layout", ["checkpoint", "fused", "scanned"])
+def test_projections_may_be_left_out(layout: str, params: ParamTree, stacks: ParamTree):
+    layers = stacks["model"]["layers"]
+    some = [{"self_attn": {name: layer["self_attn"][name] for name in ("q_proj", "v_proj")}} for layer in layers[:2]]
+    part = {"model": {"layers": [*some, {}]}}
+    zeros = named_leaves(jax.tree.map(jnp.zeros_like, stacks))
+    full = specs.from_names(adapters.stack_specs(CFG, SPEC), zeros | named_leaves(part))
+    tokens, rows = jnp.asarray([prompt("every")] * 2), jnp.asarray([0, 1])
+    forward = jax.jit(partial(models.forward, tokens=tokens, cfg=CFG, adapters=rows))
+    expected = forward(params, loras=full)
+    np.testing.assert_allclose(forward(lay_out(params, CFG, layout), loras=part), expected, rtol=0, atol=SAME)
+    assert np.abs(expected - forward(params, loras=jax.tree.map(jnp.zeros_like, stacks))).max() > 100 * SAME
+
+
 @pytest.mark.parametrize("layout", ["checkpoint", "scanned"])
 def test_layers_may_have_ranks_of_their_own_and_none(layout: str, params: ParamTree, stacks: ParamTree):
     def part(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -302,6 +316,12 @@ def changed_up(stacks: ParamTree, change: Callable[[jax.Array], jax.Array]) -> P
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(leaf) if path[-1].key == "up" else leaf, stacks)
 
 
+def without_a_half(stacks: ParamTree) -> ParamTree:
+    copy = jax.tree.map(lambda leaf: leaf, stacks)
+    del copy["model"]["layers"][0]["self_attn"]["q_proj"]["up"]
+    return copy
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -310,6 +330,8 @@ def changed_up(stacks: ParamTree, change: Callable[[jax.Array], jax.Array]) -> P
         (lambda stacks: changed_up(stacks, lambda up: up[..., 1:]), r"_proj\.up has shape .*, expected"),
         (lambda stacks: {"model": {"layers": stacks["model"]["layers"][1:]}}, r"layers\.2\.\S+ is missing"),
         (lambda stacks: {}, r"_proj\.down is missing"),
+        (without_a_half, r"0\.self_attn\.q_proj\.up is missing"),
+        (lambda stacks: {"model": {"layers": [{}] * 3}}, r"_proj\.down is missing"),
         (lambda stacks: changed_up(stacks, lambda up: up.astype(int)), r"_proj\.up has shape .* of int32"),
         (lambda stacks: jax.tree.map(lambda leaf: leaf[0], stacks), r"_proj\.down has shape \[\d+, \d+\], expected"),
     ],
