@@ -137,7 +137,7 @@ def load(
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
-    settings = _asked(locals())
+    settings = _asked(locals())  # first: nothing but the arguments is there yet
     strict, progress = check_flag("strict", strict, ConfigError), check_flag("progress", progress, ConfigError)
     wanted = mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes
     channel = processes.join(wanted)

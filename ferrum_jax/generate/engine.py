@@ -1,6 +1,7 @@
 """The thread that runs the scheduler: all other threads put messages into its queue and wait on their own queues."""
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -106,14 +107,16 @@ class Engine:
             raise
 
     def settle(self) -> None:
-        """Waits until all aborted requests are freed."""
+        """Waits until all aborted requests are freed, as they all are once the engine is closed."""
         if not self._inbox.empty() or self._thread is not None:
-            self.call(lambda: None)
+            with contextlib.suppress(CancelledError):
+                self.call(lambda: None)
 
     def close(self) -> None:
         """Ends every request with a CancelledError, then ends the thread.
 
-        A signal handler or finalizer that calls this within `submit` or `call` of the same thread leaves that to them.
+        In a signal handler or finalizer that runs within `submit` or `call` of the same thread, it only marks the
+        engine as closed and returns: `submit` or `call` ends requests and thread then.
         """
         with self._lock:
             self._is_closed = True
@@ -136,16 +139,23 @@ class Engine:
             self._is_putting = True
             try:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
-                    self._thread.start()
+                    self._start()
                 self._inbox.put(message)
-            except RuntimeError as problem:  # the system has no more threads
-                self._thread = None
-                raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
             finally:
                 self._is_putting = False
         if self._is_closed:  # meanwhile, perhaps by a signal handler
             self.close()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as problem:
+            if thread.is_alive():  # it is an error of a signal handler
+                raise
+            raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
+        finally:  # a signal handler may raise anything, before or after the start
+            self._thread = thread if thread.is_alive() else None
 
     def _run(self) -> None:
         while True:

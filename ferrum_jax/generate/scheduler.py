@@ -9,7 +9,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -107,8 +107,10 @@ class Scheduler:
     def abort(self, *requests: Request) -> None:
         """Drops requests and frees their slots and blocks; one that is done is no error. Their copies go on."""
         gone = set(requests)
+        for one in (*self._running, *self._waiting):
+            one.copies = [copy for copy in one.copies if copy not in gone]
         for request in requests:
-            self._drop(request, gone)
+            self._drop(request)
 
     def reset(self) -> None:
         """Resets the model; running requests are recomputed by the next step, so that their answers stay the same."""
@@ -283,12 +285,10 @@ class Scheduler:
                 self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
             if asked is not None and isinstance(self.model, ModelRunner):
                 self.model.set_interventions(request.cache_id, asked.edits, start=asked.start, stop=asked.stop)
-        except ResourceExhaustedError as problem:  # every adapter row is in use: wait while others run
-            if not any(one.num_read or one.is_bound for one in self._running):
-                self._fail([request], problem)
-            return False
         except FerrumError as problem:
-            self._fail([request], problem)
+            may_wait = isinstance(problem, ResourceExhaustedError)  # every adapter row is in use
+            if not may_wait or not any(one.num_read or one.is_bound for one in self._running):
+                self._fail([request], problem)
             return False
         request.is_bound = True
         return True
@@ -360,9 +360,9 @@ class Scheduler:
             self._release(request.cache_id)
             request.restart()
 
-    def _drop(self, request: Request, gone: Collection[Request] = ()) -> None:
-        """Drops a request and frees what it holds; the first of its copies that are not `gone` leads the others."""
-        copies, request.copies = [one for one in request.copies if one not in gone], []
+    def _drop(self, request: Request) -> None:
+        """Drops a request and frees what it holds; the first of its copies leads the others."""
+        copies, request.copies = request.copies, []
         if copies and (request in self._running or request in self._waiting):
             copies[0].copies = copies[1:]
             self._waiting.put_first(copies[0])
@@ -489,7 +489,8 @@ class Scheduler:
         ended = [one for request in requests for one in (*request.copies, request)]
         try:
             for request in requests:
-                self._drop(request, request.copies)
+                request.copies = []
+                self._drop(request)
         finally:
             for one in ended:
                 if not one.is_done:

@@ -75,7 +75,7 @@ def checked_stacks(stacks: ParamTree, cfg: ModelConfig) -> ParamTree:
     leaves = specs.named_leaves(stacks)
     downs = [leaf for name, leaf in leaves.items() if name.endswith(".down") and jnp.ndim(leaf) == 3]
     count, wanted, absent = downs[0].shape[0] if downs else "A", {}, []
-    may_lack = bool(downs) and len(stacks["model"]["layers"]) == cfg.num_hidden_layers
+    may_lack = bool(downs) and _num_layers(stacks) == cfg.num_hidden_layers
     for name, weight in projections(cfg).items():
         (out_size, in_size), down = weight.shape, jnp.shape(leaves.get(f"{name}.down", 0))
         if may_lack and leaves.keys().isdisjoint({f"{name}.down", f"{name}.up"}):
@@ -86,7 +86,7 @@ def checked_stacks(stacks: ParamTree, cfg: ModelConfig) -> ParamTree:
         wanted[f"{name}.up"] = f"[{out_size}, {count}, {rank}]"
     given = {name: specs.shape_of_numbers(leaf) for name, leaf in leaves.items()}
     check_no_problems("these are not stacks of adapters of this model", differences(given, wanted))
-    if not absent:
+    if not absent and _num_layers(stacks):
         return stacks
     for name, out_size, in_size in absent:
         leaves[f"{name}.down"] = jnp.zeros((count, 0, in_size), downs[0].dtype)
@@ -94,8 +94,18 @@ def checked_stacks(stacks: ParamTree, cfg: ModelConfig) -> ParamTree:
     return specs.from_names(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=1)), leaves)
 
 
+def _num_layers(stacks: ParamTree) -> int:
+    try:
+        return len(stacks["model"]["layers"])
+    except (KeyError, IndexError, TypeError):
+        return 0
+
+
 def without_unused(stacks: ParamTree | None, adapters: Int[Array, " B"] | None) -> ParamTree | None:
-    """Returns the stacks with zeros for adapters that no row uses: what is not finite in them must not spread."""
+    """Returns the stacks with zeros for adapters that no row uses.
+
+    What is not finite there would spread from `up` to logits and from `down` to gradients.
+    """
     if stacks is None or adapters is None:
         return None
     size = next(leaf.shape[0] for path, leaf in specs.named_leaves(stacks).items() if path.endswith(".down"))

@@ -83,7 +83,10 @@ def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
         is_long = isinstance(value, int) or (numbers.dtype.kind in "iu" and numbers.dtype.itemsize > 4)
         if is_long and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
             raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
-    mask = jnp.asarray(where)
+    try:
+        mask = jnp.asarray(where)
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise InvalidParameterError(f"where is no mask: {problem}") from None
     if mask.dtype != jnp.bool_:
         raise InvalidParameterError(f"where is {mask.dtype}, expected True and False")
     value = jnp.asarray(value)
@@ -477,10 +480,10 @@ def as_numbers(name: str, given: object) -> jax.Array:
     """Returns an array of floating-point numbers; raises InvalidParameterError for anything else."""
     try:
         found = jnp.asarray(given)
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise InvalidParameterError(f"{name} is no array: {problem}") from None
     if not jnp.issubdtype(found.dtype, jnp.floating):
-        raise InvalidParameterError(f"{name} are {found.dtype}, expected floating-point numbers")
+        raise InvalidParameterError(f"{name} has numbers of {found.dtype}, expected floating-point ones")
     return found
 
 

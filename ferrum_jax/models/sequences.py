@@ -128,8 +128,8 @@ def run(
             applied to them.
         loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them; a layer may leave
             out projections.
-        adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter. What is not finite
-            in an adapter spreads to the rows beside those that use it.
+        adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter. Where `up` of an
+            adapter that some row uses is not finite, no row's results are.
         steering: added to the output of each layer, for all tokens or for each one.
         interventions: an `Edit` or a function by hook point (models/hooks.py). An edit's arrays broadcast against the
             point's array, whose first axes are `[B, T]`. A function is given that array and int32 `[B, T]` positions,
@@ -263,9 +263,9 @@ def log_probs(
         **options: those of `run` except `capture` and `logits`.
 
     Raises:
-        InvalidParameterError: as `run`, an option is none of this function's, `targets` have a wrong shape or an id
-            outside the vocabulary, there is no next token, the temperature is not positive, or `block` is no integer
-            of at least 1.
+        InvalidParameterError: as `run`, `capture` or `logits` is given, `targets` have a wrong shape or an id outside
+            the vocabulary, there is no next token, the temperature is not positive, or `block` is no integer of at
+            least 1.
     """
     tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)

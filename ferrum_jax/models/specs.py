@@ -154,7 +154,7 @@ def shape_of_numbers(leaf: Any) -> str:
     shape, dtype = str(list(np.shape(leaf))), getattr(leaf, "dtype", None)
     if is_quantised(leaf) or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
         return shape
-    return f"{shape} of {type(leaf).__name__ if dtype is None else dtype}"
+    return f"{shape} of {type(leaf).__name__ if dtype is None else dtype} (not floating-point)"
 
 
 def num_parameters(specs: ParamTree) -> int:

@@ -53,8 +53,8 @@ class _Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves one model until it is told to stop; then it refuses new requests and waits for the running ones."""
 
-    host: str
-    port: int  # where `running` serves it
+    host: str  # this and the port are set by `running`
+    port: int
 
     def __init__(self, llm: LLM, settings: ServerSettings | None = None):
         """Makes a server for a model, which the caller closes."""
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """The server's URL, where `running` serves it."""
+        """The server's URL under `running`."""
         return url_of(self.host, self.port)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

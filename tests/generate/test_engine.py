@@ -290,8 +290,9 @@ def test_an_aborted_request_frees_what_it_holds_and_leaves_the_others_alone():
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("gone", [(0,), (0, 1), (1, 0)])
-def test_answers_of_one_prompt_go_on_without_the_first(gone: tuple[int, ...], steps: int):
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 0), (2, 0), (0, 1, 2)])
+def test_answers_of_one_prompt_go_on_without_others(gone: tuple[int, ...], together: bool, steps: int):
     model = CountingLLM()
     llm = LLM.from_model(model)
     engine = Scheduler(model, max_rows=4, chunk_tokens=2)
@@ -299,15 +300,19 @@ def test_answers_of_one_prompt_go_on_without_the_first(gone: tuple[int, ...], st
     engine.submit(group[0])
     for _ in range(steps):
         engine.step()
-    engine.abort(*(group[at] for at in gone))
+    for some in [gone] if together else [(at,) for at in gone]:
+        for at in some:
+            group[at].error = CancelledError("as a cancellation does")
+        engine.abort(*(group[at] for at in some))
     while engine.has_work:
         engine.step()
     assert [len(one.answer) for one in group] == [0 if at in gone else 3 for at in range(3)]
     assert model.lengths == {}
 
 
+@pytest.mark.parametrize("error", [CancelledError, SystemExit, RuntimeError])
 def test_an_engine_may_be_closed_by_a_handler_of_a_signal_that_comes_while_its_thread_starts(
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ):
     llm, start = LLM.from_model(CountingLLM()), threading.Thread.start
 
@@ -315,14 +320,38 @@ def test_an_engine_may_be_closed_by_a_handler_of_a_signal_that_comes_while_its_t
         start(thread)
         if thread.name == "ferrum-engine":
             llm.engine.close()  # as a handler would, in this thread
+            if error is not CancelledError:
+                raise error("of the handler")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(CancelledError, match="this LLM is closed"):
+        with pytest.raises(error):
             llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    llm.engine.close()
     assert "ferrum-engine" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(CancelledError, match="this LLM is closed"):
         llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    llm.engine.abort()
+    llm.engine.settle()  # a caller that has an error of its own gets that
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_an_interrupt_while_the_thread_starts_ends_one_call_alone(is_begun: bool, monkeypatch: pytest.MonkeyPatch):
+    model, start = CountingLLM(), threading.Thread.start
+    llm, params = LLM.from_model(model), SamplingParams(max_tokens=4)
+
+    def interrupted(thread: threading.Thread) -> None:
+        if is_begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], params)
+    assert llm.generate([[1, 2]], params)[0].token_ids == answer(model, [1, 2], 4)
+    assert [thread.name for thread in threading.enumerate()].count("ferrum-engine") == 1
+    llm.close()
 
 
 def test_giving_up_on_a_dead_model_hides_no_other_error():

@@ -158,6 +158,7 @@ def test_projections_may_be_left_out(layout: str, params: ParamTree, stacks: Par
     forward = jax.jit(partial(models.forward, tokens=tokens, cfg=CFG, adapters=rows))
     expected = forward(params, loras=full)
     np.testing.assert_allclose(forward(lay_out(params, CFG, layout), loras=part), expected, rtol=0, atol=SAME)
+    np.testing.assert_array_equal(forward(params, loras=named_leaves(full)), expected)  # by name, too
     assert np.abs(expected - forward(params, loras=jax.tree.map(jnp.zeros_like, stacks))).max() > 100 * SAME
 
 
@@ -332,6 +333,8 @@ def without_a_half(stacks: ParamTree) -> ParamTree:
         (lambda stacks: {}, r"_proj\.down is missing"),
         (without_a_half, r"0\.self_attn\.q_proj\.up is missing"),
         (lambda stacks: {"model": {"layers": [{}] * 3}}, r"_proj\.down is missing"),
+        (lambda stacks: {"foo": {"down": jnp.ones((1, 1, 1))}}, r"_proj\.down is missing"),
+        (lambda stacks: {"model": [{"down": jnp.ones((1, 1, 1))}]}, r"_proj\.down is missing"),
         (lambda stacks: changed_up(stacks, lambda up: up.astype(int)), r"_proj\.up has shape .* of int32"),
         (lambda stacks: jax.tree.map(lambda leaf: leaf[0], stacks), r"_proj\.down has shape \[\d+, \d+\], expected"),
     ],

@@ -188,7 +188,6 @@ def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: li
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -207,8 +206,12 @@ def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: li
         ({"inputs_embeds": jnp.zeros((2, WIDTH, 22))}, r"inputs_embeds has shape \[2, 48, 22\]"),
         ({"steering": jnp.zeros((3, WIDTH - 1))}, r"steering has shape \[3, 47\]"),
         ({"steering": "abc"}, "steering is no array"),
+        ({"steering": [10**40]}, "steering is no array"),
         ({"steering": [[1.0], [1.0, 2.0]]}, "steering is no array"),
-        ({"inputs_embeds": jnp.zeros((2, 22, WIDTH), int)}, "inputs_embeds are int32, expected floating-point"),
+        (
+            {"inputs_embeds": jnp.zeros((2, 22, WIDTH), int)},
+            "inputs_embeds has numbers of int32",
+        ),
     ],
 )
 def test_what_does_not_exist_cannot_be_captured_or_steered(asked: dict, message: str):
