@@ -8,7 +8,7 @@ import typer
 
 
 def options_of(kind: Any, given: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """Returns those of a command's options, its `locals()`, that are fields of a dataclass; `own` ones come first."""
+    """Returns those of a command's options, its `locals()`, that are fields of a dataclass; `own` win over them."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given} | own
 
 

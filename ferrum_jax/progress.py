@@ -7,10 +7,10 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-Track = Callable[[Iterable[Any]], Iterable[Any]]
+Bar = Callable[[Iterable[Any]], Iterable[Any]]
 
 
-def track(what: str) -> Track:
+def track(what: str) -> Bar:
     """Returns a function that yields the items of a list and moves a bar."""
     console = Console(stderr=True)
     is_seen = console.is_terminal  # elsewhere rich would start a thread all the same

@@ -301,8 +301,6 @@ class Adapters:
         return {
             "enabled": self.spec is not None,
             "adapter_count": len(self._loaded),
-            "active_cache_bindings": len(self._bound),
-            "projection_applications": self.projection_applications,
             "position": "real-inference",
         }
 

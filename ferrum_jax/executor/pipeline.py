@@ -193,7 +193,7 @@ class Pipeline:
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
 
-        def begin() -> PendingStep:
+        def begin_batch() -> PendingStep:
             pending = PendingStep(self, [None] * len(batch), self.device.losses, reused=reused)
             try:
                 self.begin(transaction, recompute)
@@ -223,7 +223,7 @@ class Pipeline:
                 raise
             return pending
 
-        return begin
+        return begin_batch
 
     def collect(self, pending: PendingStep) -> None:
         """Reads a batch, and before it those begun earlier, whose sampled tokens may be its input."""

@@ -25,7 +25,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.loading import check_settings, load, open_checkpoint
 from ferrum_jax.models.specs import NewParams
-from ferrum_jax.progress import Track, track
+from ferrum_jax.progress import Bar, track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
@@ -367,7 +367,7 @@ class LLM:
             for request in requests
         ]
 
-    def _finish(self, groups: Groups, bar: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
+    def _finish(self, groups: Groups, bar: Bar | None, *, return_errors: bool = False, sort: bool = False) -> None:
         """Runs groups of requests to their end; raises the error of the first that failed unless `return_errors`."""
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed

@@ -108,7 +108,8 @@ class Scheduler:
         """Drops requests and frees their slots and blocks; one that is done is no error. Their copies go on."""
         gone = set(requests)
         for one in (*self._running, *self._waiting):
-            one.copies = [copy for copy in one.copies if copy not in gone]
+            if one.copies:
+                one.copies = [copy for copy in one.copies if copy not in gone]
         for request in requests:
             self._drop(request)
 
@@ -286,7 +287,7 @@ class Scheduler:
             if asked is not None and isinstance(self.model, ModelRunner):
                 self.model.set_interventions(request.cache_id, asked.edits, start=asked.start, stop=asked.stop)
         except FerrumError as problem:
-            may_wait = isinstance(problem, ResourceExhaustedError)  # every adapter row is in use
+            may_wait = isinstance(problem, ResourceExhaustedError)  # every adapter row is in use: others run
             if not may_wait or not any(one.num_read or one.is_bound for one in self._running):
                 self._fail([request], problem)
             return False

@@ -83,10 +83,7 @@ def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
         is_long = isinstance(value, int) or (numbers.dtype.kind in "iu" and numbers.dtype.itemsize > 4)
         if is_long and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
             raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
-    try:
-        mask = jnp.asarray(where)
-    except (TypeError, ValueError, OverflowError) as problem:
-        raise InvalidParameterError(f"where is no mask: {problem}") from None
+    mask = _as_array("where", where)
     if mask.dtype != jnp.bool_:
         raise InvalidParameterError(f"where is {mask.dtype}, expected True and False")
     value = jnp.asarray(value)
@@ -468,7 +465,7 @@ def steered(
     """Adds an intervention that adds `steering`, `[L, D]` or `[L, *each]`, to the output of each layer."""
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     meaning = "[L, D] or [L, B, T, D]" if len(each) == 3 else "[L, D]"
-    steering = as_numbers("steering", steering)
+    steering = _as_array("steering", steering)
     check_shape("steering", steering, meaning, (layers, width), *([(layers, *each)] if len(each) == 3 else []))
     point = Point("resid_post", None)
     if point in interventions:
@@ -476,12 +473,16 @@ def steered(
     return {**interventions, point: Edit(add=steering)}
 
 
-def as_numbers(name: str, given: object) -> jax.Array:
-    """Returns an array of floating-point numbers; raises InvalidParameterError for anything else."""
+def _as_array(name: str, given: object) -> jax.Array:
     try:
-        found = jnp.asarray(given)
+        return jnp.asarray(given)
     except (TypeError, ValueError, OverflowError) as problem:
         raise InvalidParameterError(f"{name} is no array: {problem}") from None
+
+
+def as_numbers(name: str, given: object) -> jax.Array:
+    """Returns an array of floating-point numbers; raises InvalidParameterError for anything else."""
+    found = _as_array(name, given)
     if not jnp.issubdtype(found.dtype, jnp.floating):
         raise InvalidParameterError(f"{name} has numbers of {found.dtype}, expected floating-point ones")
     return found

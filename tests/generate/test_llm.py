@@ -410,7 +410,7 @@ def test_whoever_has_an_answer_finds_its_sequence_released(how: str, monkeypatch
             assert out.finished or model.releasing.wait(timeout=60)
 
     if how == "generate":
-        monkeypatch.setattr("ferrum_jax.generate.llm.Track", lambda _: late)
+        monkeypatch.setattr("ferrum_jax.generate.llm.track", lambda _: late)
         llm.generate([[1], [1, 2, 3]], params, progress=True)
     elif how == "stream":
         for _ in llm.stream([1, 2, 3], params):

@@ -23,7 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [8] * 5]
 LENGTHS: Any = np.array([len(prompt) for prompt in PROMPTS], np.int32)
 TOKENS: Any = np.array([prompt + [0] * (7 - len(prompt)) for prompt in PROMPTS], np.int32)
 SEEDS: Any = np.array([5, 2**32 - 1, 0], np.uint32)
-USED = jnp.array([1, -1, 0])  # adapters
+USED: Any = np.array([1, -1, 0], np.int32)  # adapters
 HOWS = [
     Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2),
     pytest.param(Sampling(), marks=pytest.mark.slow),
@@ -136,7 +136,7 @@ def test_each_row_has_its_own_adapter(params: ParamTree, loras: ParamTree):
     forward = jax.jit(adapted_forward)
     _, expected = forward(loras, params, found, USED)
     np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=TOLERANCE)
-    _, plain = forward(loras, params, found, jnp.full_like(USED, -1))
+    _, plain = forward(loras, params, found, np.full_like(USED, -1))
     assert (np.abs(found.logprobs - plain).max(axis=1) > 1e-3).tolist() == [True, False, True]
 
 

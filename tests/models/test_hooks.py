@@ -438,7 +438,7 @@ def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
 def test_only_a_mask_says_where_to_replace():
     with pytest.raises(InvalidParameterError, match="where is float32, expected True and False"):
         replace_with(1.0, where=0.3)
-    with pytest.raises(InvalidParameterError, match="where is no mask"):
+    with pytest.raises(InvalidParameterError, match="where is no array"):
         replace_with(1.0, where="abc")
 
 
