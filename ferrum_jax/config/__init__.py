@@ -11,3 +11,4 @@ from ferrum_jax.config.engine import QUANTISED as QUANTISED
 from ferrum_jax.config.engine import EngineConfig as EngineConfig
 from ferrum_jax.config.families import FAMILIES as FAMILIES
 from ferrum_jax.config.model import ModelConfig as ModelConfig
+from ferrum_jax.config.model import check_model_config as check_model_config

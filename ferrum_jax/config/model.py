@@ -7,7 +7,7 @@ from typing import Any, Self
 from ferrum_jax.config.checks import LARGEST_COUNT, check_integer
 from ferrum_jax.config.components import ExpertsConfig, LatentConfig, RopeScaling, check_fields
 from ferrum_jax.config.families import read_fields
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError, safe_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +139,9 @@ class ModelConfig:
             if isinstance(wrong, (ConfigError, UnsupportedError)):
                 raise
             raise ConfigError(f"a field of the wrong type: {wrong}") from None
+
+
+def check_model_config(cfg: object) -> None:
+    """Raises InvalidParameterError if this is no `ModelConfig`."""
+    if not isinstance(cfg, ModelConfig):
+        raise InvalidParameterError(f"cfg is a {type(cfg).__name__}, expected a ModelConfig: models.config_from_hf")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import artifacts_folder, check_compiler_options
-from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config import EngineConfig, ModelConfig, check_model_config
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.checks import differences, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError, safe_repr
@@ -52,8 +52,7 @@ def from_params(
         UnsupportedError: the parameters lie on several devices and there is no mesh.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
-    if not isinstance(cfg, ModelConfig):
-        raise InvalidParameterError(f"cfg is a {type(cfg).__name__}, expected a ModelConfig: models.config_from_hf")
+    check_model_config(cfg)
     params = strongly_typed(as_plain(params))
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):

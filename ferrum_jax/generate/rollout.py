@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
+from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig, check_model_config
 from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
@@ -69,6 +69,7 @@ def kv_spec(
     Raises:
         InvalidParameterError: `rows` or `positions` is not an integer of at least 1, or a name is unknown.
     """
+    check_model_config(cfg)
     for name, value in (("rows", rows), ("positions", positions)):
         if not is_integer(value) or value < 1:
             raise InvalidParameterError(f"{name} is {safe_repr(value)}, expected an integer of at least 1")

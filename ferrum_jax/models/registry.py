@@ -24,7 +24,7 @@ from functools import partial
 
 import jax
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import ModelConfig, check_model_config
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models import feed_forward
 from ferrum_jax.models.attention import fused_attention_specs, wide_norm_attention_specs
@@ -78,8 +78,10 @@ def family(cfg: ModelConfig) -> Family:
     """Returns the family of a configuration.
 
     Raises:
+        InvalidParameterError: `cfg` is no `ModelConfig`.
         UnsupportedError: no family has this `model_type`.
     """
+    check_model_config(cfg)
     found = _FAMILIES.get(cfg.model_type)
     if found is None:
         raise UnsupportedError(f"model_type {cfg.model_type!r}: supported are {', '.join(_FAMILIES)}")

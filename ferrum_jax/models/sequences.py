@@ -4,6 +4,7 @@ These are the functions that research code calls. Under a caller's mesh, with ax
 `jax.shard_map`, they compute the same as on one device.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import ModelConfig, check_model_config
 from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
@@ -267,6 +268,7 @@ def log_probs(
             the vocabulary, there is no next token, the temperature is not positive, or `block` is no integer of at
             least 1.
     """
+    check_model_config(cfg)
     tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
     if not is_integer(block) or block < 1:
@@ -287,26 +289,33 @@ def log_probs(
         params, x, wanted, divisor = vary_alike(params, x, wanted.astype(jnp.int32), divisor)
         if is_next:
             x, wanted = x[:, :-1], wanted[:, 1:]
-        return _log_probs(params, x, wanted, cfg, block, temperature if divisor is None else divisor)
+        return _log_probs(params, x, wanted, cfg, block, scale if divisor is None else divisor)
 
-    divisor = None if isinstance(temperature, float) else temperature
+    is_number = isinstance(temperature, float)
+    divisor, scale = (None, temperature if temperature != 1 else None) if is_number else (temperature, None)
     return with_auto_axes(compute, params, x, wanted, divisor, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "block"), inline=True)  # so that eager calls compile once
 def _log_probs(
-    params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int, temperature: float | jax.Array
+    params: ParamTree,
+    x: jax.Array,
+    targets: jax.Array,
+    cfg: ModelConfig,
+    block: int,
+    temperature: float | jax.Array | None,
 ) -> jax.Array:
     """Returns log-probabilities of `targets` `[B, T]`, given the last layer's outputs `[B, T, D]`."""
     batch, length = targets.shape
     size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
-    is_scaled = not isinstance(temperature, float) or temperature != 1
-    of_rows = jnp.repeat(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), batch), size)  # [B * size]
+    if temperature is not None:
+        temperature = jnp.repeat(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), batch), size)  # [B * size]
 
     @jax.checkpoint
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         states, targets = given
         logits = family(cfg).head(params, states.reshape(batch * size, -1), cfg).astype(jnp.float32)
-        logits = over_temperature(logits, of_rows) if is_scaled else logits
+        logits = logits if temperature is None else over_temperature(logits, temperature)
         return token_logprobs(logits, targets.reshape(-1)).reshape(batch, size)
 
     pad = -length % size
@@ -432,6 +441,7 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
     Raises:
         InvalidParameterError: the states are no numbers, or have another width than the model's.
     """
+    check_model_config(cfg)
     x = as_numbers("x", x)
     if not x.ndim or x.shape[-1] != cfg.hidden_size:
         raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")

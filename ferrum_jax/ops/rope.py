@@ -4,6 +4,7 @@ Su et al. 2021, "RoFormer"; linear scaling: Chen et al. 2023, "Position Interpol
 section 3; llama3: the reference implementation of Llama 3.1; LongRoPE: Ding et al. 2024, section 3.
 """
 
+import functools
 import math
 
 import jax
@@ -65,16 +66,20 @@ def rotations(
     positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
 ) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
     """Returns cosines and sines of every token's angles, float32, times `magnitude`; positions are at least 0."""
+    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
+    return _cosines_and_sines(angles, magnitude=magnitude)
 
+
+@functools.partial(jax.jit, static_argnames="magnitude", inline=True)  # without it, an eager call compiles every time
+def _cosines_and_sines(angles: jax.Array, *, magnitude: float) -> tuple[jax.Array, jax.Array]:
     def compute(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
     def compute_once(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         # XLA's CPU backend would fuse cosines and sines into the rotation of every layer and head; it drops barriers
         # before it fuses. It does not fuse a branch, which here is always taken, so they are computed once per step.
-        return lax.cond(jnp.any(positions >= 0), compute, lambda angles: (angles, angles), angles)
+        return lax.cond(jnp.any(angles >= 0), compute, lambda angles: (angles, angles), angles)
 
-    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
     return lax.platform_dependent(angles, cpu=compute_once, default=compute)
 
 

@@ -21,6 +21,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.is_draining = False
         self.live = 0  # answers
+        self.held = 0  # of these, answers that a pause holds back from the engine
         self.users: Counter[str | None] = Counter()  # number of begun requests, by adapter
         self._begun = 0  # requests that run, not held back by a pause
         self._leaving: set[str] = set()  # adapters being unloaded
@@ -59,7 +60,11 @@ class Admission:
         self.live += answers
         is_begun = False
         try:
-            await caller.wait_for(self._open.wait())
+            self.held += answers
+            try:
+                await caller.wait_for(self._open.wait())
+            finally:
+                self.held -= answers
             self._check_stays(adapter)
             is_begun = True
             self._begun += 1

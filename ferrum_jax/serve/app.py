@@ -121,7 +121,7 @@ async def version(service: Service, http: HttpRequest) -> Response:
 
 async def metrics(service: Service, http: HttpRequest) -> Response:
     """Returns the metrics for Prometheus."""
-    text = await asyncio.to_thread(service.metrics.render, service.llm)
+    text = await asyncio.to_thread(service.metrics.render, service.llm, service.admission.held)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

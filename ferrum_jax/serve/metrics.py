@@ -31,7 +31,7 @@ class Metrics:
             return made if labels else made.labels(model_name=model)
 
         self.running = one(Gauge, "vllm:num_requests_running", "Answers that have a row in the batch.")
-        self.waiting = one(Gauge, "vllm:num_requests_waiting", "Answers that wait for a row.")
+        self.waiting = one(Gauge, "vllm:num_requests_waiting", "Answers that wait for a row or the end of a pause.")
         self.kv_usage = one(Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 1 is all.")
         self.gpu_usage = one(Gauge, "vllm:gpu_cache_usage_perc", "The same, under its older name.")
         self.prefix_queries = one(Counter, "vllm:prefix_cache_queries", "Tokens of prompts that looked for a known "
@@ -99,15 +99,18 @@ class Metrics:
             self.mean_gap.observe((choice.last - choice.first) / (generated - 1))
         return seconds
 
-    def render(self, llm: LLM) -> bytes:
-        """Returns the text for Prometheus; call it outside the event loop, as it may wait for a step."""
-        with self._scraping:
-            return self._render(llm)
+    def render(self, llm: LLM, held: int) -> bytes:
+        """Returns the text for Prometheus; call it outside the event loop, as it may wait for a step.
 
-    def _render(self, llm: LLM) -> bytes:
+        `held` is the number of answers that wait outside the engine.
+        """
+        with self._scraping:
+            return self._render(llm, held)
+
+    def _render(self, llm: LLM, held: int) -> bytes:
         scheduler = llm.engine.scheduler
         self.running.set(scheduler.num_running)
-        self.waiting.set(scheduler.num_waiting)
+        self.waiting.set(scheduler.num_waiting + held)
         try:
             blocks, reuse = llm.model.kv_slot_capacity_snapshot(), llm.model.cache_metrics_snapshot()
         except FerrumError:  # the model was closed or has failed: its last figures stay

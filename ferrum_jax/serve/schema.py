@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -25,6 +26,7 @@ MAX_ALLOWED_IDS = 1 << 19  # more than any vocabulary has
 MANY = 100  # more bad words and allowed ids are slow: with many prompts they take seconds
 LONGEST_TEXT = 256  # characters of a stop text or bad word
 T = TypeVar("T")
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling of each
 Items: TypeAlias = Annotated[list[T], Field(fail_fast=True)]  # reports one error, as a million elements may be wrong
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Count = Annotated[int, Field(ge=0)]
@@ -156,11 +158,9 @@ class SamplingBody(Ignored):
         prompt_logprobs: int | None,
     ) -> SamplingParams:
         """Returns the engine's parameters of one answer; `defaults` are the fields of `Sampling` that it may omit."""
-        try:
-            bias = None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
-        except ValueError:
-            raise bad_request(f"logit_bias has the keys {list(self.logit_bias or ())[:5]}, expected token ids",
-                              "logit_bias") from None  # fmt: skip
+        if wrong := [key for key in self.logit_bias or () if not _TOKEN_ID.fullmatch(key)]:
+            raise bad_request(f"logit_bias has the keys {wrong[:5]}, expected token ids", "logit_bias")
+        bias = None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
         fields = SamplingBody.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
         asked = {name: value for name in shared if (value := getattr(self, name)) is not None}

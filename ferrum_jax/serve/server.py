@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import logging
 import math
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -61,6 +63,8 @@ class Server(uvicorn.Server):
         settings = ServerSettings() if settings is None else settings
         app = make_app(llm, settings)
         self.service: Service = app.state.service
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it runs
+        self._is_hurried = False  # requests end without waiting for `drain_seconds`
         super().__init__(
             uvicorn.Config(
                 app,
@@ -79,8 +83,17 @@ class Server(uvicorn.Server):
         """The server's URL under `running`."""
         return url_of(self.host, self.port)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to stop, called with a signal; a second Ctrl-C ends running requests now, a third the server."""
+        if sig == signal.SIGINT and self.should_exit and self._loop is not None and not self._is_hurried:
+            self._is_hurried = True
+            self._loop.call_soon_threadsafe(self.service.end_all)
+        else:
+            super().handle_exit(sig, frame)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and begins to serve; raises ConfigError if another server has begun to listen there meanwhile."""
+        self._loop = asyncio.get_running_loop()
         for one in sockets or ():
             try:
                 one.listen(BACKLOG)
@@ -94,7 +107,8 @@ class Server(uvicorn.Server):
         self.service.admission.is_draining = True
         self.service.admission.resume()
         _log.info('{"event": "draining", "answers": %d}', self.service.admission.live)
-        drained = asyncio.get_running_loop().call_later(self.service.settings.drain_seconds, self.service.end_all)
+        seconds = 0 if self._is_hurried else self.service.settings.drain_seconds
+        drained = asyncio.get_running_loop().call_later(seconds, self.service.end_all)
         try:
             await super().shutdown(sockets)
         finally:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences, listed
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, safe_repr
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, shape_of_numbers
@@ -27,6 +27,7 @@ from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
 _TOKENS = re.compile(r"\[[^]]*\]|\([^)]*\)|[^\s()\[\]]+")
+_PARTS = re.compile(r"\*?(?:\([^)]*\)|[^\s()*]+)")
 _INDEX = re.compile(r"(\d+)/(\d+)")
 
 
@@ -102,7 +103,8 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
     _refuse_torch(leaves)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     moves = plan(cfg, rules)
-    problems = differences(_shapes(leaves), {move.path: list(move.theirs.shape) for move in moves})
+    given = {path: shape_of_numbers(leaf) for path, leaf in leaves.items()}
+    problems = differences(given, {move.path: str(list(move.theirs.shape)) for move in moves})
     check_no_problems(f"this is not the tree of this {cfg.model_type}", problems)
     found: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in specs}
     for move in moves:
@@ -151,6 +153,8 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
         InvalidParameterError: tensors are missing, unknown or of a wrong shape (the message lists all), or PyTorch's;
             or the configuration ties a head that differs from the embeddings. Traced heads are not compared.
     """
+    if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat):
+        raise InvalidParameterError(f"flat is a {type(flat).__name__}, expected tensors by name: a dict from texts")
     _refuse_torch(flat)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     needless = {name for name in flat if name.endswith("rotary_emb.inv_freq")}
@@ -218,6 +222,9 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
         ConfigError: a rule is malformed or contradicts the model, or no rule matches a parameter or a part of it.
     """
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    rules = [rules] if isinstance(rules, Rule) else list(rules)
+    if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+        raise ConfigError(f"{safe_repr(wrong[0])} is no Rule")
     read = [(rule, _compiled(rule), *_read(rule)) for rule in rules]
     moves: list[Move] = []
     left_out: list[str] = []
@@ -250,6 +257,9 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
 
 
 def _compiled(rule: Rule) -> re.Pattern[str]:
+    for part in (rule.name, rule.path, rule.axes):
+        if not isinstance(part, str):
+            raise ConfigError(f"rule {rule.name!r}: {safe_repr(part)} is no text, as its name, path and axes are")
     try:
         scale = 0.0 if isinstance(rule.scale, str) else float(rule.scale)
     except (OverflowError, TypeError, ValueError):
@@ -291,6 +301,12 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
     if not arrow:
         raise ConfigError(f"rule {rule.name!r}: its axes are {rule.axes!r}, expected a text such as 'D F -> F D'")
 
+    def cut(text: str, pieces: re.Pattern[str]) -> list[str]:
+        found = pieces.findall(text)
+        if "".join("".join(found).split()) != "".join(text.split()):
+            raise ConfigError(f"rule {rule.name!r}: brackets do not match in {rule.axes!r}")
+        return found
+
     def letters(text: str) -> tuple[str, ...]:
         found = []
         for word in text.strip("()").split():
@@ -308,25 +324,21 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
             return Axis(at=int(match[1]), count=int(match[2]))
         if not token.startswith("["):
             return Axis(letters=letters(token))
-        words = [word for word in _parts_of(token[1:-1]) if word]
+        words = cut(token[1:-1], _PARTS)
         starred = [at for at, word in enumerate(words) if word.startswith("*")]
         if len(starred) != 1:
             raise ConfigError(f"rule {rule.name!r}: expected that one part of {token!r} has a star, which marks it")
         parts = tuple(letters(word.removeprefix("*")) for word in words)
         return Axis(letters=parts[starred[0]], at=starred[0], parts=parts)
 
-    ours = tuple(axis(token) for token in _TOKENS.findall(here))
+    ours = tuple(axis(token) for token in cut(here, _TOKENS))
     known = {letter for one in ours for letter in one.letters}
     theirs = []
-    for token in _TOKENS.findall(there):
+    for token in cut(there, _TOKENS):
         one = axis(token)
         is_index = len(one.letters) == 1 and not one.parts and one.letters[0] not in known
         theirs.append(Axis(index=one.letters[0]) if is_index else one)
     return tuple(theirs), ours, given
-
-
-def _parts_of(text: str) -> list[str]:
-    return re.findall(r"\*?(?:\([^)]*\)|[^\s()*]+)", text)
 
 
 def _sizes(cfg: ModelConfig) -> Sizes:
@@ -356,6 +368,10 @@ def _block(rule: Rule, name: str, axes: Sequence[Axis], sizes: Sizes, indices: S
         for axis in axes:
             own = math.prod(sizes[letter] for letter in axis.letters)
             if axis.index:
+                if (at := indices[axis.index]) >= sizes[axis.index]:
+                    raise ConfigError(
+                        f"rule {rule.name!r}: {name} would be index {at} of {axis.index}, which has {sizes[axis.index]}"
+                    )
                 extents.append(sizes[axis.index])
                 spans.append((indices[axis.index], 1))
                 parts.append((indices[axis.index], sizes[axis.index]))

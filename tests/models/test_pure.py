@@ -11,7 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from ferrum_jax import from_params, generate_fn, models
+from ferrum_jax import from_params, generate_fn, kv_spec, models
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
@@ -19,6 +19,7 @@ from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.norm import rms_norm
+from ferrum_jax.weights.foreign import from_hf_names, from_tree
 from tests import tiny
 from tests.tiers import by_default
 
@@ -231,6 +232,39 @@ def test_a_configuration_is_static_wherever_it_is_an_argument():
     ):
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
     assert jax.tree.leaves(cfg) == []
+
+
+def test_what_is_no_configuration_is_refused_with_what_to_give(unchecked: None):
+    params, cfg = model_of("one_layer")
+    given: Any = config_of("one_layer")
+    tokens, key = jnp.array([[1, 2, 3]]), jax.random.key(0)
+    calls: list[Callable[[], object]] = [
+        lambda: models.forward(params, tokens, given),
+        lambda: models.run(params, tokens, given),
+        lambda: models.log_probs(params, tokens, given),
+        lambda: models.logits_of(params, jnp.zeros((1, cfg.hidden_size)), given),
+        lambda: models.init_params(given, key),
+        lambda: kv_spec(params, given, rows=1, positions=4),
+        lambda: generate_fn(params, None, tokens, jnp.array([3]), jnp.array([0]), given, max_tokens=2),
+        lambda: from_hf_names({}, given),
+        lambda: from_tree({}, given, []),
+        lambda: from_params(params, given),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidParameterError, match=r"cfg is a dict, expected a ModelConfig: models\.config_from"):
+            call()
+
+
+def test_calls_outside_jit_compile_nothing_for_other_values(compiles: list[str]):
+    params, cfg = model_of("one_layer")
+    for seed in range(3):
+        tokens = jax.random.randint(jax.random.key(seed), (2, 7), 0, cfg.vocab_size)
+        if seed == 2:
+            compiles.clear()
+        models.forward(params, tokens, cfg)
+        models.log_probs(params, tokens, cfg)
+        models.log_probs(params, tokens, cfg, temperature=0.5 + seed)
+    assert compiles == []
 
 
 def test_arrays_of_fewer_axes_may_be_broadcast_where_the_callers_code_forbids_it():

@@ -322,11 +322,13 @@ def test_a_pause_lets_end_what_runs_and_begin_nothing(trainer: httpx.Client, tra
         until(lambda: server.service.admission.live == 1)
         time.sleep(0.05)
         assert not waiting.done()
+        assert 'vllm:num_requests_waiting{model_name="tiny"} 1.0' in trainer.get("/metrics").text
         assert trainer.get("/is_paused").json() == {"is_paused": True}
         late = complete(trainer, max_time=0.05)
         assert late.status_code == 408
         assert trainer.post("/resume").json() == {"is_paused": False}
         assert waiting.result().status_code == 200
+    assert 'vllm:num_requests_waiting{model_name="tiny"} 0.0' in trainer.get("/metrics").text
     assert trainer.get("/is_paused").json() == {"is_paused": False}
     assert trainer.post("/pause", json={"mode": "keep"}).status_code == 400
 

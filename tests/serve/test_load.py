@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import re
+import signal
 import socket
 import threading
 import time
@@ -454,6 +455,24 @@ def test_a_server_that_stops_lets_end_what_runs(held: Scripted):
         assert "".join(one["choices"][0]["delta"].get("content") or "" for one in pieces) == "done"
         client.close()
     llm.close()
+
+
+def test_a_second_interrupt_ends_what_runs_with_the_answers_of_a_drained_server(held: Scripted):
+    with serving(held, drain_seconds=SECONDS) as (server, http), ThreadPoolExecutor(2) as pool:
+        started = time.monotonic()
+        asked = [pool.submit(http.post, "/v1/completions", json=LONG | {"stream": one}) for one in (False, True)]
+        until(lambda: server.service.admission.live == 2)
+        server.handle_exit(signal.SIGINT, None)
+        until(lambda: server.service.admission.is_draining)
+        assert not any(one.done() for one in asked)
+        server.handle_exit(signal.SIGINT, None)
+        plain, stream = (one.result() for one in asked)
+        assert (plain.status_code, plain.json()["error"]["code"]) == (503, "draining")
+        assert '"code":"draining"' in stream.text.replace(" ", "")
+        assert stream.status_code == 503 or stream.text.endswith("data: [DONE]\n\n")
+        assert not server.force_exit
+    assert time.monotonic() - started < SECONDS
+    assert server.force_exit is False
 
 
 def test_a_server_that_drains_takes_nothing_more_over_open_connections(serve: Any, llm: LLM):

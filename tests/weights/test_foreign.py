@@ -163,10 +163,12 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
     del tree["layers"]["1"]["attn"]["q_proj"]
     tree["layers"]["2"]["mlp"]["up_proj"]["kernel"] = jnp.zeros((3, 4))
     tree["dropout"] = jnp.zeros(2)
+    tree["layers"]["0"]["input_layernorm"]["w"] = jnp.ones(LLAMA.hidden_size, jnp.int32)
     with pytest.raises(InvalidParameterError) as caught:
         from_tree(tree, LLAMA, tunix_rules(LLAMA))
     assert str(caught.value) == (
         "this is not the tree of this llama: layers.1.attn.q_proj.w is missing; "
+        "layers.0.input_layernorm.w has shape [48] of int32 (not floating-point), expected [48]; "
         "layers.2.mlp.up_proj.kernel has shape [3, 4], expected [48, 72]; dropout is unknown"
     )
     with pytest.raises(InvalidParameterError, match="this tree has other leaves: layers"):
@@ -200,6 +202,19 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
         ([Rule(".*norm.*", "x", "D -> D", 10**400)], "its scale is 1000"),
         ([Rule(".*norm.*", "x", "D -> D", "2")], "its scale is '2'"),  # pyright: ignore[reportArgumentType]
         ([Rule(".*norm.*", "x", "2/2 D -> D")], "'2/2' is index 2 of an axis of 2"),
+        (
+            [*RULES[:-1], Rule(_LAYER + r"(\w+_layernorm)\.weight", r"norms.\2", "L=2 D -> D")],
+            "model.layers.2.input_layernorm.weight would be index 2 of L, which has 2",
+        ),
+        *(
+            ([Rule(".*norm.*", "x", axes)], f"brackets do not match in {axes!r}")
+            for axes in ("(L D -> D]", "L (F D -> D F", "L F D] -> D F)", "D [(N H) *(K H] -> D", "D -> [*(D D]")
+        ),
+        (RULES[0], "the rules do not say where all of"),
+        ([("norm", "x", "D -> D")], "('norm', 'x', 'D -> D') is no Rule"),
+        ([Rule(".*norm.*", "x", None)], "None is no text"),  # pyright: ignore[reportArgumentType]
+        ([Rule(".*norm.*", None, "D -> D")], "None is no text"),  # pyright: ignore[reportArgumentType]
+        ([Rule(None, "x", "D -> D")], "None is no text"),  # pyright: ignore[reportArgumentType]
         (
             [Rule(r".*(q|k)_proj\.weight", "h.x", "D I -> I D"), *RULES],
             "put model.layers.0.self_attn.k_proj.weight and model.layers.0.self_attn.q_proj.weight into one place, h.x",
@@ -268,6 +283,12 @@ def test_all_that_is_wrong_with_named_tensors_is_in_one_message():
             match=rf"model\.norm\.weight has shape {found} \(not floating-point\), expected \[48\]",
         ):
             from_hf_names(whole | {"model.norm.weight": leaf}, LLAMA)
+
+
+@pytest.mark.parametrize("given", [[jnp.zeros(3)], {("norm",): jnp.zeros(3)}, None])
+def test_named_tensors_are_a_dict_from_texts(given: Any):
+    with pytest.raises(InvalidParameterError, match=f"flat is a {type(given).__name__}, expected tensors by name"):
+        from_hf_names(given, LLAMA)
 
 
 def test_a_head_that_differs_from_the_embeddings_it_is_said_to_be_is_refused():
