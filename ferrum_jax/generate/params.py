@@ -28,6 +28,9 @@ _MAX_BAD_WORDS = 1024  # each is compared with the answer after every token
 class SamplingParams(Sampling):
     """How tokens are chosen and when to stop. The default is greedy; names are vLLM's where the meaning is the same.
 
+    Logits go through bias, penalties, temperature, `top_k`, `top_p` and `min_p` in this order, as in transformers; vLLM
+    has `min_p` before the other two.
+
     Args:
         temperature: 0 takes the likeliest token; above 0, logits are divided by it before sampling.
         top_k: sample among the k likeliest; 0 and -1 are off.
