@@ -463,12 +463,10 @@ class Request:
         None ends in a character that the first `min_tokens` tokens complete, though it may become final with later
         ones.
         """
-        if not self.params.stop:
-            return self._emit(piece)
         is_exempt = len(self.choices) <= self.params.min_tokens
         count = len(piece) if is_exempt else min(len(piece), self._num_exempt)
         self._num_exempt = max(0, self._num_exempt - len(piece))
-        if is_exempt and self.detokenizer is not None:
+        if is_exempt and self.params.stop and self.detokenizer is not None:
             held = self.detokenizer.held
             if REPLACEMENT not in held:  # half a character is held as one, and exempts nothing
                 self._num_exempt = len(held)

@@ -67,7 +67,8 @@ def kv_spec(
     `positions` counts prompt and answer.
 
     Raises:
-        InvalidParameterError: `rows` or `positions` is not an integer of at least 1, or a name is unknown.
+        InvalidParameterError: `rows` or `positions` is not an integer of at least 1, a name is unknown, or `cfg` is no
+            `ModelConfig`.
     """
     check_model_config(cfg)
     for name, value in (("rows", rows), ("positions", positions)):

@@ -19,6 +19,8 @@ class StopWatcher:
 
         A stop text may begin in an exempt piece, but does not end in it.
         """
+        if not self._stops:
+            return piece
         if self.found or not piece:
             return ""
         self._held += piece

@@ -285,14 +285,15 @@ def log_probs(
     if not is_next:
         check_range("targets", wanted, 0, cfg.vocab_size - 1, hint=": mask padding in what log_probs returns")
 
+    number = temperature if isinstance(temperature, float) and temperature != 1 else None  # 1 divides nothing
+    divisor = None if isinstance(temperature, float) else temperature
+
     def compute(params: ParamTree, x: jax.Array, wanted: jax.Array, divisor: Any) -> jax.Array:
         params, x, wanted, divisor = vary_alike(params, x, wanted.astype(jnp.int32), divisor)
         if is_next:
             x, wanted = x[:, :-1], wanted[:, 1:]
-        return _log_probs(params, x, wanted, cfg, block, scale if divisor is None else divisor)
+        return _log_probs(params, x, wanted, cfg, block, number if divisor is None else divisor)
 
-    is_number = isinstance(temperature, float)
-    divisor, scale = (None, temperature if temperature != 1 else None) if is_number else (temperature, None)
     return with_auto_axes(compute, params, x, wanted, divisor, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
 
 
@@ -439,7 +440,8 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
     """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings.
 
     Raises:
-        InvalidParameterError: the states are no numbers, or have another width than the model's.
+        InvalidParameterError: the states are no numbers, or have another width than the model's; `cfg` is no
+            `ModelConfig`.
     """
     check_model_config(cfg)
     x = as_numbers("x", x)

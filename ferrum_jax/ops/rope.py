@@ -78,7 +78,7 @@ def _cosines_and_sines(angles: jax.Array, *, magnitude: float) -> tuple[jax.Arra
     def compute_once(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         # XLA's CPU backend would fuse cosines and sines into the rotation of every layer and head; it drops barriers
         # before it fuses. It does not fuse a branch, which here is always taken, so they are computed once per step.
-        return lax.cond(jnp.any(angles >= 0), compute, lambda angles: (angles, angles), angles)
+        return lax.cond(jnp.any(angles[:, 0, 0] >= 0), compute, lambda angles: (angles, angles), angles)
 
     return lax.platform_dependent(angles, cpu=compute_once, default=compute)
 

@@ -21,7 +21,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.is_draining = False
         self.live = 0  # answers
-        self.held = 0  # of these, answers that a pause holds back from the engine
+        self.held = 0  # of these, answers that are not given to the engine yet, because of a pause
         self.users: Counter[str | None] = Counter()  # number of begun requests, by adapter
         self._begun = 0  # requests that run, not held back by a pause
         self._leaving: set[str] = set()  # adapters being unloaded

@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         app = make_app(llm, settings)
         self.service: Service = app.state.service
         self._loop: asyncio.AbstractEventLoop | None = None  # once it runs
-        self._is_hurried = False  # requests end without waiting for `drain_seconds`
+        self._is_hurried = False  # a Ctrl-C came after the signal to stop
         super().__init__(
             uvicorn.Config(
                 app,
@@ -84,12 +84,17 @@ class Server(uvicorn.Server):
         return url_of(self.host, self.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to stop, called with a signal; a second Ctrl-C ends running requests now, a third the server."""
+        """Begins to stop, called with a signal; a Ctrl-C meanwhile ends running requests, another one the server."""
         if sig == signal.SIGINT and self.should_exit and self._loop is not None and not self._is_hurried:
             self._is_hurried = True
-            self._loop.call_soon_threadsafe(self.service.end_all)
+            with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to end
+                self._loop.call_soon_threadsafe(self._end_now)
         else:
             super().handle_exit(sig, frame)
+
+    def _end_now(self) -> None:
+        self.service.admission.is_draining = True  # nothing more is admitted
+        self.service.end_all()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and begins to serve; raises ConfigError if another server has begun to listen there meanwhile."""
@@ -107,8 +112,7 @@ class Server(uvicorn.Server):
         self.service.admission.is_draining = True
         self.service.admission.resume()
         _log.info('{"event": "draining", "answers": %d}', self.service.admission.live)
-        seconds = 0 if self._is_hurried else self.service.settings.drain_seconds
-        drained = asyncio.get_running_loop().call_later(seconds, self.service.end_all)
+        drained = asyncio.get_running_loop().call_later(self.service.settings.drain_seconds, self.service.end_all)
         try:
             await super().shutdown(sockets)
         finally:

@@ -26,8 +26,8 @@ from ferrum_jax.sharding.types import dividing, explicit_mesh, partition_of, wit
 from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
-_TOKENS = re.compile(r"\[[^]]*\]|\([^)]*\)|[^\s()\[\]]+")
-_PARTS = re.compile(r"\*?(?:\([^)]*\)|[^\s()*]+)")
+_TOKENS = re.compile(r"\[[^\[\]]*\]|\([^()\[\]]*\)|[^\s()\[\]]+")
+_PARTS = re.compile(r"\*?(?:\([^()]*\)|[^\s()*]+)")
 _INDEX = re.compile(r"(\d+)/(\d+)")
 
 
@@ -96,8 +96,9 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
         rules: for each part of a parameter, the first rule that matches its name counts.
 
     Raises:
-        InvalidParameterError: leaves are missing, unknown or of a wrong shape (the message lists all), or PyTorch's.
-        ConfigError: a rule contradicts the model.
+        InvalidParameterError: leaves are missing, unknown, of a wrong shape or no floating-point numbers (the message
+            lists all), or PyTorch's; or `cfg` is no `ModelConfig`.
+        ConfigError: a rule is malformed or contradicts the model.
     """
     leaves = named_leaves(tree)
     _refuse_torch(leaves)
@@ -150,8 +151,9 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     Experts may be stacked or stored one by one. A tied head and rotary tables are left out.
 
     Raises:
-        InvalidParameterError: tensors are missing, unknown or of a wrong shape (the message lists all), or PyTorch's;
-            or the configuration ties a head that differs from the embeddings. Traced heads are not compared.
+        InvalidParameterError: tensors are missing, unknown, of a wrong shape or no floating-point numbers (the message
+            lists all), or PyTorch's; `flat` is no dict from texts, or `cfg` no `ModelConfig`; or the configuration ties
+            a head that differs from the embeddings. Traced heads are not compared.
     """
     if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat):
         raise InvalidParameterError(f"flat is a {type(flat).__name__}, expected tensors by name: a dict from texts")
@@ -222,7 +224,9 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
         ConfigError: a rule is malformed or contradicts the model, or no rule matches a parameter or a part of it.
     """
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
-    rules = [rules] if isinstance(rules, Rule) else list(rules)
+    if not isinstance(rules, Iterable):
+        raise ConfigError(f"rules are {safe_repr(rules)}, expected a list of Rule")
+    rules = list(rules)
     if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
         raise ConfigError(f"{safe_repr(wrong[0])} is no Rule")
     read = [(rule, _compiled(rule), *_read(rule)) for rule in rules]
@@ -304,7 +308,7 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
     def cut(text: str, pieces: re.Pattern[str]) -> list[str]:
         found = pieces.findall(text)
         if "".join("".join(found).split()) != "".join(text.split()):
-            raise ConfigError(f"rule {rule.name!r}: brackets do not match in {rule.axes!r}")
+            raise ConfigError(f"rule {rule.name!r}: brackets do not match, or a star marks nothing, in {rule.axes!r}")
         return found
 
     def letters(text: str) -> tuple[str, ...]:

@@ -255,7 +255,7 @@ def test_what_is_no_configuration_is_refused_with_what_to_give(unchecked: None):
             call()
 
 
-def test_calls_outside_jit_compile_nothing_for_other_values(compiles: list[str]):
+def test_calls_of_dense_models_outside_jit_compile_nothing_for_other_values(compiles: list[str]):
     params, cfg = model_of("one_layer")
     for seed in range(3):
         tokens = jax.random.randint(jax.random.key(seed), (2, 7), 0, cfg.vocab_size)

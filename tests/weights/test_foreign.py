@@ -207,10 +207,21 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
             "model.layers.2.input_layernorm.weight would be index 2 of L, which has 2",
         ),
         *(
-            ([Rule(".*norm.*", "x", axes)], f"brackets do not match in {axes!r}")
-            for axes in ("(L D -> D]", "L (F D -> D F", "L F D] -> D F)", "D [(N H) *(K H] -> D", "D -> [*(D D]")
+            ([Rule(".*norm.*", "x", axes)], f"brackets do not match, or a star marks nothing, in {axes!r}")
+            for axes in (
+                "(L D -> D]",
+                "L (F D -> D F",
+                "L F D] -> D F)",
+                "D [(N H) *(K H] -> D",
+                "D -> [*(D D]",
+                "((N H) D -> D",
+                "D ((N H) -> (N H) D",
+                "D [((N H) *(K H)] -> D",
+                "D -> [(D D) **D]",
+            )
         ),
-        (RULES[0], "the rules do not say where all of"),
+        (RULES[0], "expected a list of Rule"),
+        (None, "rules are None, expected a list of Rule"),
         ([("norm", "x", "D -> D")], "('norm', 'x', 'D -> D') is no Rule"),
         ([Rule(".*norm.*", "x", None)], "None is no text"),  # pyright: ignore[reportArgumentType]
         ([Rule(".*norm.*", None, "D -> D")], "None is no text"),  # pyright: ignore[reportArgumentType]
