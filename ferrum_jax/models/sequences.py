@@ -78,6 +78,7 @@ def capture(
     Raises:
         InvalidParameterError: as `run`, or a layer does not exist.
     """
+    check_model_config(cfg)
     states, weights = hidden_points(hidden, attention_weights, cfg)
     logits, captured = run(params, tokens, cfg, capture=(*states, *weights), **options)
     by_state = {state_number(point): captured[point] for point in states}
@@ -147,9 +148,10 @@ def run(
             products with weights, so that little is recomputed. On a CPU JAX 0.10 needs an option: docs/research.md.
 
     Raises:
-        InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
-            array has a wrong shape, a token id is outside the vocabulary, a hook point is unknown or lies before
-            `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no `inputs_embeds`.
+        InvalidParameterError: `cfg` is no `ModelConfig`, the parameters are not this model's, only one of `loras` and
+            `adapters` is given, an array has a wrong shape, a token id is outside the vocabulary, a hook point is
+            unknown or lies before `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no
+            `inputs_embeds`.
         UnsupportedError: the model does not have a hook point, or `attention` cannot serve it.
     """
     check_shapes(params, cfg)

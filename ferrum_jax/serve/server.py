@@ -88,13 +88,9 @@ class Server(uvicorn.Server):
         if sig == signal.SIGINT and self.should_exit and self._loop is not None and not self._is_hurried:
             self._is_hurried = True
             with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to end
-                self._loop.call_soon_threadsafe(self._end_now)
+                self._loop.call_soon_threadsafe(self.service.end_all)
         else:
             super().handle_exit(sig, frame)
-
-    def _end_now(self) -> None:
-        self.service.admission.is_draining = True  # nothing more is admitted
-        self.service.end_all()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and begins to serve; raises ConfigError if another server has begun to listen there meanwhile."""

@@ -152,11 +152,11 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
 
     Raises:
         InvalidParameterError: tensors are missing, unknown, of a wrong shape or no floating-point numbers (the message
-            lists all), or PyTorch's; `flat` is no dict from texts, or `cfg` no `ModelConfig`; or the configuration ties
-            a head that differs from the embeddings. Traced heads are not compared.
+            lists all), or PyTorch's; `flat` is no dict of named tensors, or `cfg` no `ModelConfig`; or the
+            configuration ties a head that differs from the embeddings. Traced heads are not compared.
     """
     if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat):
-        raise InvalidParameterError(f"flat is a {type(flat).__name__}, expected tensors by name: a dict from texts")
+        raise InvalidParameterError(f"flat is a {type(flat).__name__}, expected a dict whose keys are tensors' names")
     _refuse_torch(flat)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     needless = {name for name in flat if name.endswith("rotary_emb.inv_freq")}

@@ -241,6 +241,7 @@ def test_what_is_no_configuration_is_refused_with_what_to_give(unchecked: None):
     calls: list[Callable[[], object]] = [
         lambda: models.forward(params, tokens, given),
         lambda: models.run(params, tokens, given),
+        lambda: models.capture(params, tokens, given, hidden=[0]),
         lambda: models.log_probs(params, tokens, given),
         lambda: models.logits_of(params, jnp.zeros((1, cfg.hidden_size)), given),
         lambda: models.init_params(given, key),

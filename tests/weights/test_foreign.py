@@ -297,8 +297,8 @@ def test_all_that_is_wrong_with_named_tensors_is_in_one_message():
 
 
 @pytest.mark.parametrize("given", [[jnp.zeros(3)], {("norm",): jnp.zeros(3)}, None])
-def test_named_tensors_are_a_dict_from_texts(given: Any):
-    with pytest.raises(InvalidParameterError, match=f"flat is a {type(given).__name__}, expected tensors by name"):
+def test_tensors_without_names_are_refused(given: Any):
+    with pytest.raises(InvalidParameterError, match=f"flat is a {type(given).__name__}, expected a dict whose keys"):
         from_hf_names(given, LLAMA)
 
 
