@@ -38,6 +38,24 @@ files = "tests/ops/test_native.py", "tests/ops/test_native_choice.py"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files, "-k", *sys.argv[2:]]))
 """
 
+PRODUCTS = """
+import sys
+import zlib
+from pathlib import Path
+from ferrum_jax.ops import native
+native.LIBRARY = Path(sys.argv[1])
+assert native.instruction_set()
+import jax.numpy as jnp
+import numpy as np
+rng = np.random.default_rng(0)
+for dtype in ("float32", "bfloat16"):
+    for inputs in (1, 40, 576, 2050):
+        weight = jnp.asarray(rng.standard_normal((100, inputs)), dtype)
+        x = jnp.asarray(rng.standard_normal((18, inputs)), "float32")
+        for rows in range(1, 19):
+            print(zlib.crc32(np.asarray(native.product(x[:rows], weight)).tobytes()))
+"""
+
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     made = tmp_path / "lib.so"
@@ -103,10 +121,11 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize("apart", [0, 1], ids=["in_order", "apart"])
 @pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or kernel"])
-def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
+def test_no_kernel_reads_or_writes_elsewhere(tests: str, apart: int, tmp_path: Path):
     made = tmp_path / "libsanitized.so"
-    assert build.build(made, SANITIZED) is None
+    assert build.build(made, (*SANITIZED, f"-DFERRUM_APART={apart}")) is None
     command = build.find_compiler()
     assert command is not None
     libraries = ("libasan.so", "libubsan.so")
@@ -121,6 +140,18 @@ def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
     done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_order_in_which_a_weight_is_read_changes_no_bit(tmp_path: Path):
+    found = []
+    for apart in (0, 1):
+        made = tmp_path / f"lib{apart}.so"
+        assert build.build(made, (f"-DFERRUM_APART={apart}",)) is None
+        found.append(subprocess.check_output([sys.executable, "-c", PRODUCTS, str(made)], cwd=ROOT, text=True))
+    assert found[0] == found[1]
+    assert len(found[0].split()) == 2 * 4 * 18
 
 
 @needs_compiler

@@ -22,6 +22,7 @@ struct Linear {
   int64_t rows, inputs, outputs, groups;
   const float* prepared;  // rows of x as a few are multiplied with this weight, once for all threads; or null
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call
+  bool is_apart;          // the processor reads several sequences of a weight faster than one, with 32 registers too
   bool by_panels;         // so many that panels of the weight are brought into the order in which they are read
 };
 

@@ -22,8 +22,10 @@ constexpr int kStreamed = 8;        // rows of x that a row of the weight meets 
 constexpr int64_t kNear = 5 << 10;  // numbers of x that the nearest cache holds beside what it fetches
 constexpr int64_t kTogether = 12;   // rows of the weight that meet a part of x before the next part, if they are long
 constexpr int64_t kFewRows = kManyRegisters ? 32 : ferrum::kMany;  // rows of x up to which `dense_few` reads the weight once
+constexpr int64_t kSeveral = 16;  // rows of x up to which 32 registers gain by parts of a weight that are far apart
 constexpr int64_t kPaired = 8;  // rows of x up to which two of them meet four rows of the weight, not four meet three
-template <class W> constexpr int64_t kUnaided = sizeof(W) == 4 ? 4 : 2;  // rows of x up to which nothing need be fetched
+template <class W>
+constexpr int64_t kUnaided = sizeof(W) == 4 || kManyRegisters ? 4 : 2;  // rows of x up to which nothing need be fetched
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
@@ -99,8 +101,8 @@ inline __m512 eighths_added(__m512 a, __m512 b) {
 inline __m512 neighbours_added(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
-// The same in the same order, many at a time, of outputs side by side.
-template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, int64_t, float* const* y, bool adds) {
+// The same in the same order, many at a time.
+template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, int64_t apart, float* const* y, bool adds) {
   __m512 rows[6];
 #pragma GCC unroll 6
   for (int r = 0; r < 6; r++)
@@ -113,6 +115,13 @@ template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, int
   _mm512_store_ps(two, high);
   for (int b = 0; b < 4; b++) {
     float* to = y[b] + n;
+    if (apart > 1) {
+      for (int r = 0; r < 6; r++) {
+        const float found = r < 4 ? four[4 * b + r] : two[4 * b + r - 4];
+        to[r * apart] = adds ? to[r * apart] + found : found;
+      }
+      continue;
+    }
     __m256 six = _mm256_set_m128(_mm_load_ps(two + 4 * b), _mm_load_ps(four + 4 * b));
     if (adds) six = _mm256_add_ps(six, _mm256_maskz_loadu_ps(63, to));
     _mm256_mask_storeu_ps(to, 63, six);
@@ -141,11 +150,13 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
 // Outputs first to last of a few rows of x. The range is cut into R equal parts, and one row of each part meets P rows of x
 // at a time: the weight is read in R sequences, which the processor fetches ahead by itself, faster than one sequence and
 // faster than with instructions that fetch. With more rows of x, computing takes longer than reading, and the passes over x
-// share the fetching of the next rows. If this is inlined, the compiler keeps the sums in memory.
+// share the fetching of the next rows: with 32 registers only if a row is one part, as they read longer ones well enough. If
+// this is inlined, the compiler keeps the sums in memory.
 template <int R, int P, class W>
 [[gnu::noinline]] void stream_apart(const Linear& a, const W* weight, int64_t first, int64_t last) {
   const int64_t part = part_of(a.inputs, kLanes), apart = (last - first) / R;
-  const int fetched = a.rows > kUnaided<W> ? R : 0, step = int((a.rows + P - 1) / P);
+  const bool reads_long_parts = kManyRegisters && part < a.inputs;
+  const int fetched = a.rows > kUnaided<W> && !reads_long_parts ? R : 0, step = int((a.rows + P - 1) / P);
   for (int64_t n = first; n < first + apart; n++)
     for (int64_t at = 0; at < a.inputs; at += part) {
       const int64_t count = least(part, a.inputs - at);
@@ -349,7 +360,7 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
   }
 }
 
-// A few rows of x: with 16 registers by parts of the weight that are far apart, with 32 in the order of memory.
+// A few rows of x: by parts of the weight that are far apart, or in the order of memory on most processors with 32 registers.
 template <class W> void dense_few(const Linear& a, const W* weight, int64_t first, int64_t last) {
   if constexpr (!kManyRegisters) {
     if constexpr (sizeof(W) == 4)
@@ -357,6 +368,7 @@ template <class W> void dense_few(const Linear& a, const W* weight, int64_t firs
     stream_apart<3, 4>(a, weight, first, last);  // needs fewer loads and conversions of the weight for each product
   } else {
     constexpr int R = 6;
+    if (a.is_apart && a.rows <= kSeveral) return stream_apart<R, 4>(a, weight, first, last);
     const int64_t next = kNext / int64_t(sizeof(W));
     if (a.rows == 1 || (a.rows <= kStreamed && a.rows * a.inputs <= kNear))
       return by_size<kStreamed>(a.rows, [&](auto size) { stream<1, size.value>(a, weight, first, last, 1, next); });
