@@ -184,7 +184,7 @@ void multiply(ffi::ThreadPool& pool, const Linear& a) {
   const int64_t most = a.by_panels ? kPanelBlock : kBlock, blocks = (a.rows + most - 1) / most;
   const int64_t rows = a.by_panels ? (a.rows + blocks - 1) / blocks : most;  // of a block
   const int64_t shares = 4 * threads_of(pool);
-  const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares, a.by_panels ? kPanel : 12);
+  const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares, a.by_panels ? kernels->panel : 12);
   const int64_t size = !a.by_panels && a.rows < kBlock ? outputs_at_least(a) : std::min(even, kOutputsOfBlock);
   const int64_t pieces = (a.outputs + size - 1) / size;
   in_parallel(pool, blocks * pieces, [&](int64_t first, int64_t last) {
@@ -226,7 +226,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::Remai
   a.x = from;
   a.y = to;
   a.is_few = a.rows <= (a.inputs < kLong ? kFew : kFewOfLong);
-  a.by_panels = kernels->has_panels && a.rows > kMany;
+  a.by_panels = kernels->panel && a.rows > kMany;
   a.is_few ? multiply_few(pool, a) : multiply(pool, a);
   return ffi::Error::Success();
 }

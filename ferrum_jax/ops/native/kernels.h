@@ -73,7 +73,7 @@ struct Chosen {
 
 struct Kernels {
   const char* name;
-  bool has_panels;                                             // of the weight, for many rows
+  int64_t panel;                                               // outputs of a panel of the weight, for many rows; 0: none
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
   // Brings the few rows of x into the order in which they are multiplied; false if they stay as they are, or if kRoom
   // numbers are too few for them.
@@ -91,7 +91,6 @@ constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows ar
 constexpr int64_t kRoom = 3 * kMostInputs;  // numbers for rows of x that are prepared
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
 constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is turned
-constexpr int64_t kPanel = 16;          // outputs of a panel
 constexpr int64_t kMany = 64;           // rows of a product above which panels gain
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together

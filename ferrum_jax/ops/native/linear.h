@@ -11,7 +11,6 @@
 namespace {
 
 using ferrum::kBlock;
-using ferrum::kPanel;
 using ferrum::Kind;
 using ferrum::Linear;
 
@@ -264,8 +263,42 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
     }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+// A panel: outputs of the weight side by side, [K, kPanel], and of how many the rows are turned at a time.
+#if defined(__AVX512F__)
 constexpr bool kHasPanels = true;
+constexpr int64_t kPanel = 32, kTurned = 16;
+// Turns 16 rows of 16 numbers into columns.
+inline void turn(const float* from, int64_t stride, float* to) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  const auto low = [](__m512 c, __m512 d) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(c), _mm512_castps_pd(d))); };
+  const auto high = [](__m512 c, __m512 d) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(c), _mm512_castps_pd(d))); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = low(b[i], b[i + 2]);
+    a[i + 1] = high(b[i], b[i + 2]);
+    a[i + 2] = low(b[i + 1], b[i + 3]);
+    a[i + 3] = high(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512 c = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), d = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512 e = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd), f = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+    _mm512_store_ps(to + i * kPanel, _mm512_shuffle_f32x4(c, d, 0x88));
+    _mm512_store_ps(to + (i + 4) * kPanel, _mm512_shuffle_f32x4(e, f, 0x88));
+    _mm512_store_ps(to + (i + 8) * kPanel, _mm512_shuffle_f32x4(c, d, 0xdd));
+    _mm512_store_ps(to + (i + 12) * kPanel, _mm512_shuffle_f32x4(e, f, 0xdd));
+  }
+}
+#elif defined(__AVX2__)
+constexpr bool kHasPanels = true;
+constexpr int64_t kPanel = 16, kTurned = 8;
 // Turns 8 rows of 8 numbers into columns.
 inline void turn(const float* from, int64_t stride, float* to) {
   __m256 a[8], b[8];
@@ -291,19 +324,20 @@ inline void turn(const float* from, int64_t stride, float* to) {
 }
 #else
 constexpr bool kHasPanels = false;
+constexpr int64_t kPanel = 16, kTurned = 8;
 inline void turn(const float*, int64_t, float*) {}
 #endif
 
-// Brings up to 8 rows of a strip into columns of a panel [K, 16]; rows that are not there are zeros.
+// Brings up to kTurned rows of a strip into columns of a panel; rows that are not there are zeros.
 inline void pack(const Strip<float>& strip, int64_t rows, float* panel) {
   int64_t k = 0;
-  if (rows == 8)
-    for (; k + 8 <= strip.count; k += 8) turn(strip.numbers + k, strip.stride, panel + k * kPanel);
+  if (rows == kTurned)
+    for (; k + kTurned <= strip.count; k += kTurned) turn(strip.numbers + k, strip.stride, panel + k * kPanel);
   for (; k < strip.count; k++)
-    for (int64_t r = 0; r < 8; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
+    for (int64_t r = 0; r < kTurned; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
 }
 
-// Writes the products of R rows of x with a panel [K, 16], or adds them to those of the inputs before. Within a larger
+// Writes the products of R rows of x with a panel, or adds them to those of the inputs before. Within a larger
 // function the compiler keeps the sums in memory.
 template <int R>
 [[gnu::noinline]] void meet_panel(const float* const* x, int64_t from, const float* panel, int64_t count, float* const* y) {
@@ -334,16 +368,16 @@ template <int R>
 }
 
 // Many rows of x by panels: a panel of the weight, turned so that its outputs are lanes, stays in the nearest caches while
-// all rows pass. No lanes are added up. `near` is as many_rows', for up to 8 rows.
+// all rows pass. No lanes are added up. `near` is as many_rows', for up to kTurned rows.
 template <class Near> void by_panels(const Linear& a, int64_t part, const Near& near, int64_t first, int64_t last) {
   alignas(64) float panel[kPanel * kMostPart];
   for (int64_t n = first; n < last; n += kPanel) {
     const int64_t some = least(kPanel, last - n);
     for (int64_t from = 0; from < a.inputs; from += part) {
       const int64_t count = least(part, a.inputs - from);
-      for (int64_t half = 0; half < kPanel; half += 8) {
-        const int64_t rows = most(0, least(8, some - half));
-        pack(rows ? near(n + half, rows, from, count) : Strip<float>{nullptr, 0, count, false}, rows, panel + half);
+      for (int64_t at = 0; at < kPanel; at += kTurned) {
+        const int64_t rows = most(0, least(kTurned, some - at));
+        pack(rows ? near(n + at, rows, from, count) : Strip<float>{nullptr, 0, count, false}, rows, panel + at);
       }
       by_rows(a.rows, [&](auto size, int64_t row) {
         float ends[6][kPanel] = {}, *to[6];
@@ -397,7 +431,7 @@ template <class W> void dense_few(const Linear& a, const W* weight, int64_t firs
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
   if (a.rows > kFewRows) {
-    alignas(64) float wide[8 * kMostPart];
+    alignas(64) float wide[kTurned * kMostPart];
     const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
       const W* numbers = weight + n * a.inputs + from;
       if constexpr (sizeof(W) == 4) return Strip<float>{numbers, a.inputs, count, from == 0};
@@ -764,7 +798,7 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const Quantised<V, S, O, kSize> w(a);
   if (a.is_few && can_prepare(w)) return few_rows(w, a, first, last);
   constexpr int R = kManyRegisters ? 6 : 3;
-  alignas(64) float wide[R * ferrum::kMostInputs];  // of R rows, or of a part of 8
+  alignas(64) float wide[R * ferrum::kMostInputs];  // of R rows, or of a part of kTurned
   const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
   const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
