@@ -27,6 +27,7 @@ needs_compiler = pytest.mark.skipif(
 needs_hatchling = pytest.mark.skipif(
     importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed (the extra dev)"
 )
+READS_APART = [0, 1] if native.instruction_set() == "avx512" else [0]  # whether in several sequences, as FERRUM_APART
 SANITIZED = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 RUN = """
 import sys
@@ -121,8 +122,8 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("apart", [0, 1], ids=["in_order", "apart"])
-@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or kernel"])
+@pytest.mark.parametrize("apart", READS_APART)
+@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or of_many or kernel"])
 def test_no_kernel_reads_or_writes_elsewhere(tests: str, apart: int, tmp_path: Path):
     made = tmp_path / "libsanitized.so"
     assert build.build(made, (*SANITIZED, f"-DFERRUM_APART={apart}")) is None
@@ -144,9 +145,10 @@ def test_no_kernel_reads_or_writes_elsewhere(tests: str, apart: int, tmp_path: P
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.skipif(len(READS_APART) == 1, reason="a weight is read in one order with this instruction set")
 def test_the_order_in_which_a_weight_is_read_changes_no_bit(tmp_path: Path):
     found = []
-    for apart in (0, 1):
+    for apart in READS_APART:
         made = tmp_path / f"lib{apart}.so"
         assert build.build(made, (f"-DFERRUM_APART={apart}",)) is None
         found.append(subprocess.check_output([sys.executable, "-c", PRODUCTS, str(made)], cwd=ROOT, text=True))

@@ -2,11 +2,11 @@
 
 They multiply with weights in float32, 16, 8 and 4 bits (with NEON only few tokens), attend over the paged KV, choose
 tokens, find the likeliest ones, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result
-does not depend on the other rows: the order of a product's sums is fixed, with two exceptions. With a quantised weight
-it differs between few rows (four, or eight of at least 1,024 inputs; of experts 256 choices) and more, and with AVX2,
-except for an expert's weight, between up to 64 rows and more. The library has a copy of the kernels for each
-instruction set and chooses one when it is loaded. It is built when the package is installed on Linux, if there is a C++
-compiler (build.py). If it is missing, or has no kernel for a size or type, XLA's own code is used.
+does not depend on the other rows: the order of a product's sums is fixed, with two exceptions. A quantised weight has
+another order for few rows (four, or eight of at least 1,024 inputs; of experts 256 choices), and any weight but an
+expert's for more than 64. The library has a copy of the kernels for each instruction set and chooses one when it is
+loaded. It is built when the package is installed on Linux, if there is a C++ compiler (build.py). If it is missing, or
+has no kernel for a size or type, XLA's own code is used.
 
 Kernels have neither gradients nor batching rules: steps use them, research functions do not.
 """

@@ -22,7 +22,7 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewOfLong = 8;  // rows of a product that are few, and where the weight's rows are long
 constexpr int64_t kLong = 1024, kFewChoices = 256;  // inputs of a long row; rows of a product of experts that are few
-constexpr int64_t kOutputsOfBlock = 96;  // that a block of many rows meets at once: what it costs to fetch is little beside
+constexpr int64_t kOutputsOfBlock = 96;  // of whole tiles or panels, that a block of many rows meets at once: fetching it costs little
 constexpr int64_t kPart = 1 << 14;  // numbers of a row whose exponentials are summed together: they stay in a cache
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least
 
@@ -64,7 +64,7 @@ static bool follows_several() { return false; }
 namespace {
 
 const Kernels* const kernels = choose();
-const bool is_apart = follows_several();
+const bool reads_apart = follows_several();
 
 bool kind_of(ffi::DataType type, Kind* kind) {
   switch (type) {
@@ -121,7 +121,7 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (sizes.size() != 2 && sizes.size() != 3) return "a weight has two axes, a stack of them three";
   const bool is_quantised = !is_float(a->kind);
   a->weight = values->untyped_data();
-  a->is_apart = is_apart;
+  a->reads_apart = reads_apart;
   a->outputs = sizes[sizes.size() - 2];
   a->inputs = sizes[sizes.size() - 1] * (is_packed(a->kind) ? 2 : 1);
   *count = sizes.size() == 3 ? sizes[0] : 1;
@@ -181,7 +181,12 @@ int64_t outputs_at_least(const Linear& a) { return whole_tiles((kLeastWork + a.i
 
 // Multiplies, with rows and outputs divided among the threads.
 void multiply(ffi::ThreadPool& pool, const Linear& a) {
-  const int64_t most = a.by_panels ? kPanelBlock : kBlock, blocks = (a.rows + most - 1) / most;
+  const int64_t most = a.by_panels ? kPanelBlock : kBlock;
+  int64_t blocks = (a.rows + most - 1) / most;
+  if (a.by_panels) {  // with fewer panels than threads, more blocks of rows
+    const int64_t panels = (a.outputs + kernels->panel - 1) / kernels->panel;
+    blocks = std::max(blocks, std::min((threads_of(pool) + panels - 1) / panels, a.rows / kBlock));
+  }
   const int64_t rows = a.by_panels ? (a.rows + blocks - 1) / blocks : most;  // of a block
   const int64_t shares = 4 * threads_of(pool);
   const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares, a.by_panels ? kernels->panel : 12);

@@ -12,6 +12,7 @@
 
 namespace ferrum {
 extern const Kernels FERRUM_NAME(FERRUM_SET);
-const Kernels FERRUM_NAME(FERRUM_SET) = {FERRUM_STRING(FERRUM_SET), kHasPanels ? kPanel : 0, linear, prepare, widen, attend, join, write,
-                                              sum_exponentials, choose, find_largest};
+const Kernels FERRUM_NAME(FERRUM_SET) = {
+    FERRUM_STRING(FERRUM_SET), kHasPanels ? kPanel : 0, linear, prepare, widen, attend, join, write,
+    sum_exponentials, choose, find_largest};
 }  // namespace ferrum

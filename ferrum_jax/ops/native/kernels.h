@@ -22,7 +22,7 @@ struct Linear {
   int64_t rows, inputs, outputs, groups;
   const float* prepared;  // rows of x as a few are multiplied with this weight, once for all threads; or null
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call
-  bool is_apart;          // the processor reads several sequences of a weight faster than one, with 32 registers too
+  bool reads_apart;       // with 32 registers: a few rows of x read the weight in several sequences
   bool by_panels;         // so many that panels of the weight are brought into the order in which they are read
 };
 
@@ -90,7 +90,7 @@ struct Kernels {
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
 constexpr int64_t kRoom = 3 * kMostInputs;  // numbers for rows of x that are prepared
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
-constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is turned
+constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is made
 constexpr int64_t kMany = 64;           // rows of a product above which panels gain
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together

@@ -263,12 +263,12 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
     }
 }
 
-// A panel: outputs of the weight side by side, [K, kPanel], and of how many the rows are turned at a time.
+// A panel is kPanel rows of the weight as columns, [K, kPanel], of which kTransposed are transposed at a time.
 #if defined(__AVX512F__)
 constexpr bool kHasPanels = true;
-constexpr int64_t kPanel = 32, kTurned = 16;
-// Turns 16 rows of 16 numbers into columns.
-inline void turn(const float* from, int64_t stride, float* to) {
+constexpr int64_t kPanel = 32, kTransposed = 16;
+// Writes 16 rows of 16 numbers as columns.
+inline void transpose(const float* from, int64_t stride, float* to) {
   __m512 a[16], b[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * stride);
@@ -277,8 +277,12 @@ inline void turn(const float* from, int64_t stride, float* to) {
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
   }
-  const auto low = [](__m512 c, __m512 d) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(c), _mm512_castps_pd(d))); };
-  const auto high = [](__m512 c, __m512 d) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(c), _mm512_castps_pd(d))); };
+  const auto low = [](__m512 c, __m512 d) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(c), _mm512_castps_pd(d)));
+  };
+  const auto high = [](__m512 c, __m512 d) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(c), _mm512_castps_pd(d)));
+  };
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
     a[i] = low(b[i], b[i + 2]);
@@ -298,9 +302,9 @@ inline void turn(const float* from, int64_t stride, float* to) {
 }
 #elif defined(__AVX2__)
 constexpr bool kHasPanels = true;
-constexpr int64_t kPanel = 16, kTurned = 8;
-// Turns 8 rows of 8 numbers into columns.
-inline void turn(const float* from, int64_t stride, float* to) {
+constexpr int64_t kPanel = 16, kTransposed = 8;
+// Writes 8 rows of 8 numbers as columns.
+inline void transpose(const float* from, int64_t stride, float* to) {
   __m256 a[8], b[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(from + i * stride);
@@ -324,21 +328,21 @@ inline void turn(const float* from, int64_t stride, float* to) {
 }
 #else
 constexpr bool kHasPanels = false;
-constexpr int64_t kPanel = 16, kTurned = 8;
-inline void turn(const float*, int64_t, float*) {}
+constexpr int64_t kPanel = 16, kTransposed = 8;
+inline void transpose(const float*, int64_t, float*) {}
 #endif
 
-// Brings up to kTurned rows of a strip into columns of a panel; rows that are not there are zeros.
+// Brings up to kTransposed rows of a strip into columns of a panel; rows that are not there are zeros.
 inline void pack(const Strip<float>& strip, int64_t rows, float* panel) {
   int64_t k = 0;
-  if (rows == kTurned)
-    for (; k + kTurned <= strip.count; k += kTurned) turn(strip.numbers + k, strip.stride, panel + k * kPanel);
+  if (rows == kTransposed)
+    for (; k + kTransposed <= strip.count; k += kTransposed) transpose(strip.numbers + k, strip.stride, panel + k * kPanel);
   for (; k < strip.count; k++)
-    for (int64_t r = 0; r < kTurned; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
+    for (int64_t r = 0; r < kTransposed; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
 }
 
-// Writes the products of R rows of x with a panel, or adds them to those of the inputs before. Within a larger
-// function the compiler keeps the sums in memory.
+// Writes the products of R rows of x with a panel, or adds them to those of the inputs before. Within a larger function
+// the compiler keeps the sums in memory.
 template <int R>
 [[gnu::noinline]] void meet_panel(const float* const* x, int64_t from, const float* panel, int64_t count, float* const* y) {
   constexpr int V = int(kPanel) / kLanes;
@@ -368,15 +372,15 @@ template <int R>
 }
 
 // Many rows of x by panels: a panel of the weight, turned so that its outputs are lanes, stays in the nearest caches while
-// all rows pass. No lanes are added up. `near` is as many_rows', for up to kTurned rows.
+// all rows pass. No lanes are added up. `near` is as many_rows', for up to kTransposed rows.
 template <class Near> void by_panels(const Linear& a, int64_t part, const Near& near, int64_t first, int64_t last) {
   alignas(64) float panel[kPanel * kMostPart];
   for (int64_t n = first; n < last; n += kPanel) {
     const int64_t some = least(kPanel, last - n);
     for (int64_t from = 0; from < a.inputs; from += part) {
       const int64_t count = least(part, a.inputs - from);
-      for (int64_t at = 0; at < kPanel; at += kTurned) {
-        const int64_t rows = most(0, least(kTurned, some - at));
+      for (int64_t at = 0; at < kPanel; at += kTransposed) {
+        const int64_t rows = most(0, least(kTransposed, some - at));
         pack(rows ? near(n + at, rows, from, count) : Strip<float>{nullptr, 0, count, false}, rows, panel + at);
       }
       by_rows(a.rows, [&](auto size, int64_t row) {
@@ -402,7 +406,7 @@ template <class W> void dense_few(const Linear& a, const W* weight, int64_t firs
     stream_apart<3, 4>(a, weight, first, last);  // needs fewer loads and conversions of the weight for each product
   } else {
     constexpr int R = 6;
-    if (a.is_apart && a.rows <= kSeveral) return stream_apart<R, 4>(a, weight, first, last);
+    if (a.reads_apart && a.rows <= kSeveral) return stream_apart<R, 4>(a, weight, first, last);
     const int64_t next = kNext / int64_t(sizeof(W));
     if (a.rows == 1 || (a.rows <= kStreamed && a.rows * a.inputs <= kNear))
       return by_size<kStreamed>(a.rows, [&](auto size) { stream<1, size.value>(a, weight, first, last, 1, next); });
@@ -430,8 +434,8 @@ template <class W> void dense_few(const Linear& a, const W* weight, int64_t firs
 
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
-  if (a.rows > kFewRows) {
-    alignas(64) float wide[kTurned * kMostPart];
+  if (a.rows > kFewRows || a.by_panels) {
+    alignas(64) float wide[kTransposed * kMostPart];
     const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
       const W* numbers = weight + n * a.inputs + from;
       if constexpr (sizeof(W) == 4) return Strip<float>{numbers, a.inputs, count, from == 0};
@@ -798,7 +802,7 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const Quantised<V, S, O, kSize> w(a);
   if (a.is_few && can_prepare(w)) return few_rows(w, a, first, last);
   constexpr int R = kManyRegisters ? 6 : 3;
-  alignas(64) float wide[R * ferrum::kMostInputs];  // of R rows, or of a part of kTurned
+  alignas(64) float wide[R * ferrum::kMostInputs];  // of R rows, or of a part of kTransposed
   const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
   const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
