@@ -324,7 +324,9 @@ def convert(
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import conversion
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was written so far is removed
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what was written so far is removed
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     print(conversion.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
 
 

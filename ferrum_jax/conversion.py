@@ -16,11 +16,13 @@ from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
+from ferrum_jax.weights.wheel_model import remove_abandoned
 
 BESIDE = (  # files of a Hugging Face folder besides its weights; the tokenizer reads ids from the configurations
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
+_SCRATCH = ".convert-"  # prefix of the folders in which a conversion works
 
 
 def convert(
@@ -96,7 +98,8 @@ def _workplace(folder: Path, target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         is_fixed = target.exists() and (target.is_mount() or not os.access(target.parent, os.W_OK))
         place = target if is_fixed else target.parent
-        work = tempfile.TemporaryDirectory(dir=place, prefix=".convert-", ignore_cleanup_errors=True)
+        remove_abandoned(place, _SCRATCH)
+        work = tempfile.TemporaryDirectory(dir=place, prefix=_SCRATCH, ignore_cleanup_errors=True)
     with work as path:
         yield Path(path, "checkpoint")
 

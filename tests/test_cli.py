@@ -259,20 +259,26 @@ def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, t
     refused(run("convert", folder, tmp_path / "other", "--dtype", "int8"), "Config", "int8")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_conversion_that_is_terminated_leaves_nothing(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ):
     def interrupted(path: Path, *_: Any) -> None:
         path.mkdir()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
 
     monkeypatch.setattr(orbax, "save", interrupted)
-    before = signal.getsignal(signal.SIGTERM)
+    before = [(one, signal.signal(one, signal.SIG_DFL)) for one in (signal.SIGTERM, signal.SIGHUP)]
     try:
-        assert run("convert", folder, tmp_path / "made")[0] == 128 + signal.SIGTERM
+        assert run("convert", folder, tmp_path / "made")[0] == 128 + number
+        assert list(tmp_path.iterdir()) == []
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by nohup
+        monkeypatch.undo()
+        assert run("convert", folder, tmp_path / "made")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert list(tmp_path.iterdir()) == []
+        for one, found in before:
+            signal.signal(one, found)
 
 
 INTERRUPTED = """

@@ -19,7 +19,7 @@ import pytest
 
 import ferrum_jax
 from ferrum_jax import LLM, SamplingParams, loading
-from ferrum_jax.compile.artifacts import Artifact, memory_of
+from ferrum_jax.compile.artifacts import Artifact, artifacts_folder, memory_of
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract import ActiveLoraAdapter, GreedyArgmax
 from ferrum_jax.executor import ModelRunner
@@ -182,6 +182,14 @@ def test_it_can_be_turned_off_by_argument_or_by_the_environment(
     with ferrum_jax.load(folder, engine=FEW, **SMALL) as runner:
         assert runner.artifacts is not None
         assert runner.artifacts.root == tmp_path / "ferrum_jax" / "artifacts"
+
+
+def test_a_user_without_a_home_keeps_no_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises a KeyError: the system does not know the user
+    assert artifacts_folder(None) is None
+    assert "compiled steps on disk are not used: " in caplog.text
 
 
 def test_source_edited_under_a_running_process_turns_it_off(

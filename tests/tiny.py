@@ -120,6 +120,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama_biases": _config("llama", attention_bias=True, mlp_bias=True),
     "llama_long": _config("llama", rope_theta=1000.0, max_position_embeddings=320),
     "mistral": _config("mistral", sliding_window=7),
+    "ministral": _config(
+        "ministral", sliding_window=7, layer_types=["full_attention", "sliding_attention", "full_attention"]
+    ),
     "mistral_full_tied": _config("mistral", sliding_window=None, tie_word_embeddings=True),
     "mistral_yarn": _config(
         "mistral", sliding_window=11, rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN}

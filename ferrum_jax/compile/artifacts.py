@@ -217,7 +217,11 @@ def artifacts_folder(asked: str | bool | None) -> Path | None:
             return Path(asked).expanduser().absolute()
         except RuntimeError as problem:
             raise ConfigError(f"artifacts is {safe_repr(asked)}: {problem}") from None
-    return Path(user_cache_dir("ferrum_jax"), "artifacts")
+    try:
+        return Path(user_cache_dir("ferrum_jax"), "artifacts")
+    except RuntimeError as problem:  # without HOME, for a user whom the system does not know
+        _log.warning("compiled steps on disk are not used: %s", problem)
+        return None
 
 
 def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:

@@ -41,9 +41,12 @@ class PrivateFolder:
                 found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
             except OSError as problem:
                 raise _explained(problem, self.path / name) from None
-            with open(found, "rb") as file:
+            try:
                 self._check_owned(found, self.path / name, stat.S_ISREG, "a regular file")
-                return file.read()
+                with open(found, "rb", closefd=False) as file:
+                    return file.read()
+            finally:
+                os.close(found)
 
     def write(self, name: str, *pieces: bytes) -> None:
         """Writes a file: whole or not at all, whenever the process or the machine stops. Makes the folders.

@@ -73,7 +73,8 @@ def _llama(s: Settings) -> Fields:
 
 
 def _mistral(s: Settings) -> Fields:
-    return _decoder(s) | {"layer_windows": _every_layer(s.defaulting(sliding_window=4096))}
+    s = s.defaulting(sliding_window=4096).replacing(model_type="mistral")  # Ministral differs in `layer_types` alone
+    return _decoder(s) | {"layer_windows": s.windows(lambda _: True, s.get("sliding_window"))}
 
 
 def _qwen2(s: Settings) -> Fields:
@@ -364,6 +365,7 @@ _LATENT = ("n_routed_experts", *_EXPERT_COUNTS, "kv_lora_rank")
 FAMILIES: Mapping[str, ConfigReader] = {
     "llama": ConfigReader(_llama),
     "mistral": ConfigReader(_mistral),
+    "ministral": ConfigReader(_mistral),
     "qwen2": ConfigReader(_qwen2),
     "qwen3": ConfigReader(_qwen3),
     "gemma": ConfigReader(_gemma),
@@ -393,7 +395,8 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     s = Settings(config)
     shared = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
     tied = {"tie_word_embeddings": s.flag("tie_word_embeddings", True)}
-    return {"model_type": kind, **shared, **s.section("text_config").fields, **tied}
+    text = {"model_type": kind, **shared, **s.section("text_config").fields, **tied}
+    return text | ({"layer_types": None} if text["model_type"] == "mistral" else {})  # transformers ignores them here
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:

@@ -394,7 +394,7 @@ class Request:
         try:
             if self.notify is not None:
                 self.notify(self)
-        except Exception:  # noqa: BLE001  of any kind: the function is the caller's
+        except BaseException:  # noqa: BLE001  of any kind, such as a CancelledError: the function is the caller's
             _log.exception("notify of request %r failed", self.request_id)
 
     def take_captured(self, points: dict[Point, NDArray[Any]]) -> None:

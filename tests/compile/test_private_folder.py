@@ -97,6 +97,16 @@ def test_what_is_no_regular_file_is_refused_without_waiting(folder: PrivateFolde
         folder.read("pipe")
 
 
+def test_a_folder_in_place_of_a_file_is_refused_and_nothing_stays_open(folder: PrivateFolder):
+    folder.write("a", b"1")
+    (folder.path / "b").mkdir(0o700)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError, match="b is no"):
+        folder.read("b")
+    assert folder.read("a") == b"1"
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_file_is_exchanged_whole_while_others_read_and_write_it(folder: PrivateFolder):
     contents = [bytes([at]) * 200_000 for at in range(4)]
     folder.write("a", contents[0])

@@ -113,12 +113,13 @@ def test_who_cannot_be_ended_does_not_run_on(monkeypatch: pytest.MonkeyPatch):
     assert all(isinstance(one.error, ModelError) for one in requests)
 
 
-def test_a_caller_whose_notify_fails_harms_no_other(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("kind", [KeyError, asyncio.CancelledError, SystemExit])
+def test_a_caller_whose_notify_fails_harms_no_other(caplog: pytest.LogCaptureFixture, kind: type[BaseException]):
     model = CountingLLM()
     llm = LLM.from_model(model)
 
     def notify(one: Request) -> None:
-        raise KeyError("of the caller")
+        raise kind("of the caller")
 
     mine, others = llm.request([5], PARAMS), llm.request([1], PARAMS)
     mine.notify = notify

@@ -126,7 +126,7 @@ def test_every_answer_has_its_form_beside_answers_that_have_none(temperature: fl
 
 def test_a_text_that_no_tokens_spell_is_an_error_and_no_answer(llm: LLM, runner: ModelRunner):
     for count in (1, 3):
-        with pytest.raises(RequestValidationError, match="the form of the answer cannot be followed"):
+        with pytest.raises(RequestValidationError, match="cannot be followed: no token of the vocabulary fits"):
             llm.generate([PROMPTS[0]] * count, replace(DRAWN, structured=Structured(choice=["a<end>b"])))
     (out,) = llm.generate([PROMPTS[0]], replace(DRAWN, structured=Structured(regex="[a-p]{9}"), stop_token_ids=[20]))
     assert out.finish_reason == "stop"

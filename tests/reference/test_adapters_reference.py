@@ -83,13 +83,13 @@ def test_what_peft_saved_gives_its_logits_at_every_position(name: str, tmp_path:
     np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
 
 
-def test_peft_reads_what_is_written_of_several_ranks(tmp_path: Path):
+def test_peft_reads_what_is_written_of_several_ranks_and_not_every_projection(tmp_path: Path):
     cfg, params = tiny.model_config("llama3"), tiny.tiny_params(tiny.CONFIGS["llama3"])
     key = jax.random.key(tiny.SEED)
     stacks = initialise(adapters.stack_specs(cfg, LoraSpec(max_loras=1, max_rank=4)), key, "float32")
-    first, *others = stacks["model"]["layers"]
+    first, second, *others = stacks["model"]["layers"]
     thin = {name: {"down": own["down"][:, :2], "up": own["up"][..., :2]} for name, own in first["mlp"].items()}
-    stacks = {"model": {"layers": [first | {"mlp": thin}, *others]}}
+    stacks = {"model": {"layers": [first | {"mlp": thin}, {"self_attn": second["self_attn"]}, *others]}}
     stacks = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape) * leaf.shape[-1] ** -0.5, stacks)
     write_adapter(tmp_path / "adapter", stacks, cfg)
     base = load_tiny(tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"]))

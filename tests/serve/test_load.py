@@ -30,7 +30,7 @@ from ferrum_jax.serve import server as server_module
 from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
-from ferrum_jax.serve.server import Server, bind, running
+from ferrum_jax.serve.server import MOST_PIPELINED, Server, bind, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.fake import SummingLLM
 from tests.generate.conftest import is_empty
@@ -290,6 +290,74 @@ def test_headers_that_do_not_end_are_a_431(held: Scripted):
             assert raw.recv(1) == b""
 
 
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("chunks", [b"0\r\n", b"1\r\n{\r\n0\r\n"], ids=["no body", "a body"])
+def test_trailers_that_do_not_end_close_the_connection(held: Scripted, chunks: bytes):
+    with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(CHUNKED + chunks)
+        with pytest.raises(ConnectionError):
+            raw.sendall(b"x-more: y\r\n" * 1_500_000)
+        until(lambda: not server.server_state.connections)
+
+
+@pytest.mark.parametrize("size", [1, 600_000])
+def test_a_body_in_chunks_is_no_head(held: Scripted, size: int):
+    body = json.dumps(ASK).encode() + b" " * max(20_000, size)
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    held.gate.set()
+    with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        for _ in range(4):  # more than fits a head, on one connection
+            raw.sendall(
+                CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces) + b"0\r\nx-more: y\r\n\r\n"
+            )
+            assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_trailer_is_no_header(held: Scripted):
+    with serving(held, api_keys=("key",)) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(CHUNKED + b"0\r\nauthorization: Bearer key\r\n\r\n")
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_after_further_requests_is_noticed(
+    held: Scripted, stream: bool, caplog: pytest.LogCaptureFixture
+):
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with serving(held) as (server, http):
+        with socket.create_connection((server.host, server.port)) as raw:
+            raw.sendall(head % len(body) + body)
+            until(lambda: server.service.admission.live == 1)
+            raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+            until(lambda: len(connections(server, raw)[0].pipeline) == 2)
+        until(lambda: server.service.admission.live == 0)
+        held.gate.set()
+        assert http.get("/health").status_code == 200
+    assert "Traceback" not in caplog.text
+
+
+def test_requests_sent_together_are_answered_in_their_order(held: Scripted):
+    held.gate.set()
+    count = MOST_PIPELINED + 3
+    with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(b"".join(b"GET / HTTP/1.1\r\nhost: x\r\nx-request-id: %02d\r\n\r\n" % at for at in range(count)))
+        received = b""
+        while received.count(b"HTTP/1.1 404") < count or not received.endswith(b"}"):
+            piece = raw.recv(1 << 16)
+            assert piece
+            received += piece
+    assert re.findall(rb"x-request-id: (\d\d)", received) == [b"%02d" % at for at in range(count)]
+
+
 def test_a_form_that_takes_long_to_compile_holds_up_only_its_like(monkeypatch: pytest.MonkeyPatch):
     free, compiled, compile_form = threading.Event(), [], FormCompiler.compile
 
@@ -354,6 +422,7 @@ def test_errors_have_one_shape_whatever_is_wrong(http: httpx.Client):
         (http.get("/v1/models/other"), 404),
         (http.post("/pause"), 404),
         (http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"}), 403),
+        (http.post("/v1/completions", content=b"{}", headers=json_type | {"content-encoding": "gzip"}), 415),
     ]  # fmt: skip
     for found, status in cases:
         assert found.status_code == status, (found.request.url, found.text)

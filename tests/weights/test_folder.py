@@ -1,5 +1,6 @@
 """Hugging Face folders: what is read, and what is refused."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import ml_dtypes
@@ -348,6 +350,19 @@ def test_a_quantised_tensor_is_refused_by_name(tmp_path: Path):
     message = refuse(folder)
     assert Q in message
     assert "I8" in message
+
+
+def test_a_file_that_cannot_be_read_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, opened = tiny.write_folder(tmp_path, CONFIG), Path.open
+
+    def forbidden(path: Path, *mode: Any, **more: Any) -> Any:  # root may read everything
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *mode, **more)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(IOError, match=r"model\.safetensors cannot be read: Permission denied"):
+        ferrum_jax.load_params(folder)
 
 
 def test_a_place_that_holds_no_checkpoint_is_refused(tmp_path: Path):

@@ -152,6 +152,14 @@ def test_no_model_is_the_default_model_in_the_user_cache_folder(
     assert asked == [wheel_model.DEFAULT_MODEL, tmp_path / "ferrum_jax" / "models", False]  # stderr is no terminal
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises a KeyError: the system does not know the user
+    with pytest.raises(IOError, match=r"the default model cannot be kept: .*; set XDG_CACHE_HOME, or name a model"):
+        hub.resolve(None)
+
+
 def test_the_default_model_is_what_it_was() -> None:
     assert wheel_model.DEFAULT_MODEL.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert wheel_model.DEFAULT_MODEL.size == 98_362_432

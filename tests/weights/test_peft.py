@@ -22,7 +22,7 @@ from ferrum_jax.contract.errors import (
     RequestValidationError,
     UnsupportedError,
 )
-from ferrum_jax.models.adapters import LoraSpec, adapter_specs, install, stack_specs
+from ferrum_jax.models.adapters import LoraSpec, adapter_specs, checked_stacks, install, stack_specs
 from ferrum_jax.models.specs import initialise, named_leaves
 from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter, write_adapter
 from tests import adapters, tiny
@@ -400,6 +400,34 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         np.testing.assert_array_equal(leaf[row], named_leaves(stacks)[name][row])
     with pytest.raises(InvalidParameterError, match="there are 2 adapters, number 2 is not among them"):
         write_adapter(tmp_path, stacks, cfg, 2)
+
+
+@pytest.mark.parametrize("rank", [None, 0], ids=["left out", "of rank 0"])
+def test_projections_may_be_left_out_of_what_is_written(tmp_path: Path, rank: int | None):
+    cfg, key = tiny.model_config("llama3"), jax.random.key(0)
+    stacks = initialise(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=3)), key, "float32")
+    given: list[Any] = [{}] * cfg.num_hidden_layers
+    given[1] = {"self_attn": {"q_proj": stacks["model"]["layers"][1]["self_attn"]["q_proj"]}}
+    part: Any = {"model": {"layers": given}}
+    write_adapter(tmp_path, part if rank is None else checked_stacks(part, cfg), cfg)
+    found = read_adapter(tmp_path, cfg).projections
+    assert list(found) == ["model.layers.1.self_attn.q_proj"]
+    np.testing.assert_array_equal(
+        found["model.layers.1.self_attn.q_proj"][0], given[1]["self_attn"]["q_proj"]["down"][0]
+    )
+
+
+def test_what_is_no_adapter_is_not_written(tmp_path: Path):
+    cfg = tiny.model_config("llama3")
+    stacks: Any = initialise(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=3)), jax.random.key(0), "float32")
+    for damaged, message in (
+        (jax.tree.map(lambda leaf: leaf[:, :0] if leaf.shape[0] == 1 else leaf[..., :0], stacks), "every rank is 0"),
+        ({"model": {"layers": stacks["model"]["layers"][:1]}}, "these are not stacks of adapters of this model"),
+        ({"model": {"layers": [{}] * cfg.num_hidden_layers}}, "these are not stacks of adapters of this model"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            write_adapter(tmp_path / "made", damaged, cfg)
+    assert not (tmp_path / "made").exists()
 
 
 def test_projections_of_other_ranks_are_written_with_their_own(tmp_path: Path):
