@@ -236,8 +236,9 @@ class Answers:
         while not self.is_over:
             await self.next()
 
-    def cut(self, choice: AnswerProgress) -> None:
-        """Ends an answer as it is; no more pieces of it come."""
+    def cut(self, choice: AnswerProgress, count: int) -> None:
+        """Ends an answer after this many of the tokens that were read; no more pieces of it come."""
+        choice.num_taken = count
         choice.is_ended = True
         self._llm.engine.abort(choice.request)
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.answers import AnswerProgress, Answers, Piece, make_group
 from ferrum_jax.serve.body import read_json
@@ -20,7 +21,7 @@ from ferrum_jax.serve.logprobs import chat_logprobs, prompt_report
 from ferrum_jax.serve.prompting import chat_text, prompt_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning, ToolParser
 from ferrum_jax.serve.tools.forms import call_form, special_tokens
 from ferrum_jax.serve.tools.json_call import is_complete
 
@@ -127,14 +128,21 @@ class _Reader:
     ):
         self.choice = choice
         self._service, self._body, self._format, self._answers = service, body, tool_format, answers
-        names = {tool.function.name for tool in body.tools or ()} if body.may_call else set()
-        self._parser = None if tool_format is None else tool_format.make(names, body.continue_final_message)
+        self._parser = self._new_parser()
         self._parsed = Parsed()
         self._ids: list[str] = []
         self._reason: str | None = None
 
+    def _new_parser(self) -> ToolParser | None:
+        body = self._body
+        names = {tool.function.name for tool in body.tools or ()} if body.may_call else set()
+        return None if self._format is None else self._format.make(names, body.continue_final_message)
+
     def read(self, piece: Piece) -> list[Event]:
-        """Parses a new piece of the answer and returns its events."""
+        """Parses a new piece of the answer and returns its events.
+
+        A call that may not be made ends the answer, at the token that shows it, however many came with it.
+        """
         if self._parser is None:
             events: list[Event] = [Content(piece.text)] if piece.text else []
         else:
@@ -145,7 +153,7 @@ class _Reader:
         for event in events:
             if isinstance(event, CallBegin) and self._parsed.calls and self._body.parallel_tool_calls is False:
                 reason = "stop"
-                self._answers.cut(self.choice)
+                self._answers.cut(self.choice, self._count_to_second_call())
                 break
             self._parsed.take([event])
             told.append(event)
@@ -153,6 +161,18 @@ class _Reader:
             self._reason = "tool_calls" if reason == "stop" and self._has_whole_calls() else reason
             self._service.count_answer(self.choice, reason)
         return told
+
+    def _count_to_second_call(self) -> int:
+        """Returns how many tokens of the answer show that a second call begins."""
+        request, parser, calls = self.choice.request, self._new_parser(), 0
+        assert parser is not None
+        skips = request.params.skip_special_tokens
+        text = Detokenizer(tokenizer_of(self._service.llm), request.prompt, skip_special_tokens=skips)
+        for count, token in enumerate(request.choices[: self.choice.num_taken], 1):
+            calls += sum(isinstance(event, CallBegin) for event in parser.push(text.push(token.token_id)))
+            if calls > 1:
+                return count
+        return self.choice.num_taken
 
     def _has_whole_calls(self) -> bool:
         """Whether there are calls, and the end of the answer has not cut off the last."""
@@ -185,18 +205,19 @@ class _Reader:
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Returns a new piece as deltas; the first has the log-probabilities and ids of all."""
-        body = self._body
+        body, before = self._body, self.choice.num_taken - len(piece.tokens)
         deltas = [self._delta(event) for event in self.read(piece)]
-        wants_tokens = piece.tokens and (body.logprobs or body.return_token_ids)
+        tokens = piece.tokens[: max(0, self.choice.num_taken - before)]
+        wants_tokens = tokens and (body.logprobs or body.return_token_ids)
         if not deltas and self._reason is None and not wants_tokens:
             return []
         told: list[dict[str, Any]] = [
             {"index": self.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
             for delta in deltas or [{} if self._reason is not None else {"content": ""}]
         ]
-        told[0]["logprobs"] = self._logprobs(piece.tokens)
+        told[0]["logprobs"] = self._logprobs(tokens)
         if body.return_token_ids:
-            told[0]["token_ids"] = [one.token_id for one in piece.tokens]
+            told[0]["token_ids"] = [one.token_id for one in tokens]
         told[-1]["finish_reason"] = self._reason
         if self._reason is not None:
             told[-1]["stop_reason"] = self.choice.request.stop_reason

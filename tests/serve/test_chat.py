@@ -292,7 +292,18 @@ def test_calls_are_told_whole_and_in_parts(scripted: Start):
     alone = client.chat.completions.create(**ask, parallel_tool_calls=False).choices[0]
     assert len(alone.message.tool_calls or []) == 1
     assert alone.finish_reason == "tool_calls"
-    assert len(merged(client.chat.completions.create(**ask, parallel_tool_calls=False, stream=True))[1]) == 1
+    only: Any = list(client.chat.completions.create(**ask, parallel_tool_calls=False, stream=True, logprobs=True))
+    assert len(merged(only)[1]) == 1
+    streamed = [
+        one.token for part in only for choice in part.choices if choice.logprobs for one in choice.logprobs.content
+    ]
+    for _ in range(3):  # the tokens do not depend on how many had come
+        extra: Any = {"return_token_ids": True}
+        told: Any = client.chat.completions.create(**ask, parallel_tool_calls=False, logprobs=True, extra_body=extra)
+        text = "".join(token.token for token in told.choices[0].logprobs.content)
+        assert text == f"Let me see.\n{CALLS}\n" + CALLS[: CALLS.index(": {") + 3]
+        assert text == "".join(streamed)
+        assert told.usage.completion_tokens == len(told.choices[0].token_ids) == len(text)
     hidden = client.chat.completions.create(**ask, tool_choice="none", extra_body={"return_token_ids": True})
     assert hidden.choices[0].message.content == f"Let me see.\n{CALLS}\n{CALLS}"
     assert hidden.choices[0].finish_reason == "stop"
