@@ -354,6 +354,7 @@ def test_every_family_that_a_configuration_may_have_has_a_forward():
 
 
 def test_a_gpt_oss_without_rope_settings_has_its_own_and_with_wrong_ones_is_refused():
+    assert ModelConfig.from_hf(GPT_OSS_20B | {"rope_scaling": None, "rope_parameters": {}}).rope_scaling is None
     for missing in (None, {}):
         cfg = ModelConfig.from_hf(GPT_OSS_20B | {"rope_scaling": missing})
         assert cfg == ModelConfig.from_hf(GPT_OSS_20B)
@@ -469,9 +470,18 @@ def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
         ),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not implemented"),
         ({"is_causal": False}, "is_causal = False is not implemented for gemma3_text"),
+        ({"is_causal": None}, "is_causal = None is not implemented for gemma3_text"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "names no rope_type"),
+        ({"per_layer_config": {"0": {"skip": ["mlp"]}}}, "per_layer_config"),
     ):
         with pytest.raises(UnsupportedError, match=says):
             ModelConfig.from_hf(newer | changes)
+    # What transformers does not read where RoPE settings are given for each kind of layer:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 64}
+    whole = newer | {"rope_parameters": {**kinds, "full_attention": yarn}}
+    unread = whole | {"rope_parameters": {**kinds, "full_attention": yarn | {"truncate": False}}}
+    assert ModelConfig.from_hf(unread) == ModelConfig.from_hf(whole)
+    assert ModelConfig.from_hf(whole | {"original_max_position_embeddings": 32}) == ModelConfig.from_hf(whole)
     with pytest.raises(ConfigError, match="sliding_window is null"):
         ModelConfig.from_hf(GEMMA3_1B | {"sliding_window": None})
 
@@ -482,6 +492,9 @@ def test_windows_fall_on_the_layers_that_are_said_to_slide():
     kinds = ["sliding_attention", "full_attention"] * 2
     assert ModelConfig.from_hf(QWEN25_7B | window | {"layer_types": kinds}).layer_windows == (100, None, 100, None)
     assert ModelConfig.from_hf(MISTRAL_7B | {"sliding_window": None}).layer_windows == (None,) * 32
+    assert not ModelConfig.from_hf(MISTRAL_7B | {"attention_bias": True}).attention_bias  # transformers' has none
+    with pytest.raises(UnsupportedError, match=r"layer_types .*linear_attention.* are not implemented"):
+        ModelConfig.from_hf(QWEN25_7B | {"layer_types": ["linear_attention"] * 28, "use_sliding_window": False})
 
 
 def rope(**settings: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ CHANGES_ARITHMETIC = (  # settings that make a forward wrong if its family ignor
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts", "n_routed_experts",
     "no_rope_layers", "quantization_config", "clip_qkv", "query_pre_attn_scalar", "kv_lora_rank", "swiglu_limit",
-    "swiglu_alpha", "rope_local_base_freq", "use_bidirectional_attention", "attention_chunk_size",
+    "swiglu_alpha", "rope_local_base_freq", "use_bidirectional_attention", "attention_chunk_size", "per_layer_config",
 )  # fmt: skip
 _SILU = ("hidden_act", "silu", ("silu", "swish"))
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
@@ -62,10 +62,9 @@ def _is_even(layer: int) -> bool:
 def _qwen_windows(s: Settings, slides: Callable[[int], bool] | None = None) -> Fields:
     """Reads the windows, if in use: for layers from `max_window_layers` on, or for those where `slides` is true."""
     window = s.get("sliding_window", 4096)
-    if window is None or not s.flag("use_sliding_window"):
-        return {}
     slides = slides or (lambda layer: layer >= s.integer("max_window_layers", 28, 0))
-    return {"layer_windows": s.windows(slides, window)}
+    windows = s.windows(slides, window)
+    return {"layer_windows": windows} if window is not None and s.flag("use_sliding_window") else {}
 
 
 def _llama(s: Settings) -> Fields:
@@ -73,7 +72,8 @@ def _llama(s: Settings) -> Fields:
 
 
 def _mistral(s: Settings) -> Fields:
-    s = s.defaulting(sliding_window=4096).replacing(model_type="mistral")  # Ministral differs in `layer_types` alone
+    # Ministral differs in `layer_types` alone. Neither reads `attention_bias`.
+    s = s.defaulting(sliding_window=4096).replacing(model_type="mistral", attention_bias=False)
     return _decoder(s) | {"layer_windows": s.windows(lambda _: True, s.get("sliding_window"))}
 
 
@@ -145,7 +145,7 @@ def _local_experts(s: Settings, found: Fields, **options: Any) -> ExpertsConfig:
 def _gpt_oss(s: Settings) -> Fields:
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     s = s.defaulting(rms_norm_eps=1e-5, rope_theta=150000.0, attention_bias=True)
-    if not (s.section("rope_scaling").fields or s.section("rope_parameters").fields):
+    if s.get("rope_parameters") is None and not s.section("rope_scaling").fields:
         s = s.replacing(rope_parameters=yarn)
     found = _decoder(s, head_dim=64, activation=("hidden_act", "silu", ("silu",)))
     window = s.get("sliding_window", 128)
@@ -172,7 +172,7 @@ def _olmo3(s: Settings) -> Fields:
     s = s.defaulting(rms_norm_eps=1e-5, rope_theta=500000.0)
     base = s.number("rope_theta")
     kinds, local_theta = _ropes_by_kind(s, base, base)
-    found = _decoder(s.replacing(rope_parameters=kinds, rope_scaling=None))
+    found = _decoder(s.replacing(rope_parameters=kinds, rope_scaling=None, original_max_position_embeddings=None))
     return found | {"local_rope_theta": local_theta, "layer_windows": _periodic_windows(s, 4)}
 
 
@@ -248,7 +248,7 @@ def _gemma3(s: Settings) -> Fields:
         raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
     s = s.defaulting(**_GEMMA3_SIZES)
     kinds, local_theta = _ropes_by_kind(s, s.get("rope_theta", 1e6), s.get("rope_local_base_freq", 10000.0))
-    found = _later_gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
+    found = _later_gemma(s.replacing(rope_parameters=kinds, rope_scaling=None, original_max_position_embeddings=None))
     return found | {
         "local_rope_theta": local_theta,
         "qk_norm": True,
@@ -267,15 +267,19 @@ def _periodic_windows(s: Settings, period: int) -> tuple[int | None, ...]:
 def _ropes_by_kind(s: Settings, base: float, local_base: float) -> tuple[Fields, float]:
     """Reads RoPE settings of full-attention layers and the base of the others, in the newer or the older spelling.
 
-    `base` and `local_base` are the RoPE bases where the configuration gives none.
+    `base` and `local_base` are the RoPE bases where the configuration gives none. transformers does not read YaRN's
+    `truncate` here, nor `type`, the older name of `rope_type`, in `rope_scaling`; the latter is refused.
     """
+    older = s.section("rope_scaling").fields
+    if "type" in older and "rope_type" not in older:
+        raise UnsupportedError(f"rope_scaling {safe_repr(older)} names no rope_type, expected one beside the type")
     given = s.section("rope_parameters")
     local, full = given.section("sliding_attention"), given.section("full_attention").fields
     if (kind := local.get("rope_type", "default")) != "default":
         raise UnsupportedError(f"rope_type {kind!r} of layers with a window is not implemented")
     if given.fields and not given.fields.keys() & {"sliding_attention", "full_attention"}:
         raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not separate for each kind of layer")
-    full = {"rope_theta": base, **full, **s.section("rope_scaling").fields}
+    full = {"rope_theta": base, **full, **older, "truncate": True}
     is_linear = full.get("rope_type", full.get("type")) == "linear"
     if is_linear and full.get("factor") is not None:  # `max_position_embeddings` counts scaled positions
         original = int(s.integer("max_position_embeddings") / Settings(full).number("factor"))
@@ -415,6 +419,8 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     for setting in CHANGES_ARITHMETIC:
         if setting not in FAMILIES[name].computes and config.get(setting) not in (None, False, 0):
             raise UnsupportedError(f"{setting} = {config[setting]!r} is not implemented for {name}")
-    if config.get("is_causal") is False:
-        raise UnsupportedError(f"is_causal = False is not implemented for {name}: tokens attend to those before them")
+    if not (causal := config.get("is_causal", True)):
+        raise UnsupportedError(
+            f"is_causal = {causal!r} is not implemented for {name}: tokens attend to those before them"
+        )
     return FAMILIES[name].read(Settings(config))

@@ -8,29 +8,36 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from ferrum_jax.serve.answers import DisconnectError
-from ferrum_jax.serve.errors import ApiError
+from ferrum_jax.serve.errors import ApiError, unavailable
 from ferrum_jax.serve.schema import read
 from ferrum_jax.serve.service import Service
 
 Read = TypeVar("Read", bound=BaseModel)
 
 
-async def read_body(http: HttpRequest, limit: int, seconds: float) -> bytes:
-    """Returns the body; raises a 413 for a longer one, without reading all of it, and a 408 for one that is late."""
+async def read_body(service: Service, http: HttpRequest) -> bytes:
+    """Returns the body; raises a 413 for a longer one, without reading all of it, and a 408 for one that is late.
+
+    Once the server ends all requests, a body that has not come is a 503.
+    """
+    limit, seconds = service.settings.max_body_bytes, service.settings.max_seconds
     told = http.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > limit:
         raise _too_large(limit)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(seconds):
-            async for part in http.stream():
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
+        async with asyncio.timeout(seconds) as clock:
+            with service.reading(clock):
+                async for part in http.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
     except ClientDisconnect:
         raise DisconnectError from None
     except TimeoutError:
+        if service.is_ending:
+            raise unavailable("the server stops, and the body had not come", 5, "draining") from None
         raise ApiError(408, f"the body did not come within {seconds:g} seconds", code="deadline_exceeded",
                        headers={"connection": "close"}) from None  # fmt: skip
     return b"".join(parts)
@@ -41,7 +48,7 @@ async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Re
 
     Other media types are refused because a browser sends some of them to any site without a CORS preflight.
     """
-    body = await read_body(http, service.settings.max_body_bytes, service.settings.max_seconds)
+    body = await read_body(service, http)
     http.scope["ferrum.body_bytes"] = len(body)
     media = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json" and not (media == "" and not body):

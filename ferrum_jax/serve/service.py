@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,8 @@ class Service:
         self.adapters: dict[str, str] = {}  # paths by name
         self.live: set[Answers] = set()  # running ones
         self.callers: set[Caller] = set()  # clients that wait for answers
+        self.is_ending = False  # `end_all` was called
+        self._clocks: set[asyncio.Timeout] = set()  # of the bodies that are being read
         if self.name in settings.adapters:
             raise ConfigError(f"an adapter is called {self.name!r}, as the model itself: give it another name")
         try:
@@ -131,9 +133,23 @@ class Service:
         self.admission.took(self.metrics.count_answer(choice, reason))
 
     def end_all(self) -> None:
-        """Ends every request with a 503."""
+        """Ends every request with a 503, also those whose body has not come."""
+        self.is_ending = True
+        for clock in self._clocks:
+            clock.reschedule(0)
         for caller in self.callers:
             caller.end(unavailable("the server stops, and the answer was not complete in time", 5, "draining"))
+
+    @contextlib.contextmanager
+    def reading(self, clock: asyncio.Timeout) -> Iterator[None]:
+        """Ends a body's time at `end_all`, within this context."""
+        if self.is_ending:
+            clock.reschedule(0)
+        self._clocks.add(clock)
+        try:
+            yield
+        finally:
+            self._clocks.discard(clock)
 
     def forget(self, answers: Answers) -> None:
         """Counts a request that has ended, and its unread answers as aborted."""

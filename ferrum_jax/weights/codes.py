@@ -48,9 +48,12 @@ def read_codes(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     """Unpacks the tensors of one weight of `shape`; the tensors' own shapes must be those of the scheme.
 
     Raises:
-        InvalidFormatError: the groups of columns do not exist, or contradict the scheme.
+        InvalidFormatError: the groups of columns do not exist, or contradict the scheme, or a scale is not finite.
     """
-    return {GPTQ: _gptq, AWQ: _awq, WORDS: _words, PLAIN: _plain}[scheme.packing](parts, scheme, shape)
+    found = {GPTQ: _gptq, AWQ: _awq, WORDS: _words, PLAIN: _plain}[scheme.packing](parts, scheme, shape)
+    if not np.isfinite(found.scales.astype(np.float32)).all():
+        raise InvalidFormatError("a scale is not a finite number")
+    return found
 
 
 def decode(codes: Codes) -> NDArray[np.float32]:
@@ -207,7 +210,10 @@ def to_leaf(codes: Codes, scheme: Scheme, form: Format) -> QuantisedWeight[np.nd
     scales = np.array(np.broadcast_to(codes.scales, (len(codes.values), form.groups)), form.scales)
     middle = 0 if scheme.packing == PLAIN else 1 << (scheme.bits - 1)
     if form.offsets is None and codes.zeros is not None and (codes.zeros != middle).any():
-        raise InvalidFormatError(f"zero points are not all {middle}, though the weights are called symmetric")
+        raise InvalidFormatError(
+            f"zero points are not all {middle}, though the weights are called symmetric; "
+            "quantize='none' dequantises them"
+        )
     values, shift = codes.values, 0
     if form.dtype == UINT4:
         values = pack(values, form.groups)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ferrum_jax.config.checks import check_integer
 from ferrum_jax.config.settings import MOST_LAYERS
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.ops import rope
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -157,6 +157,10 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
     if kind != "yarn" and not is_long and share != 1.0:
         name = f"{header.architecture}.rope.scaling.attn_factor"
         raise UnsupportedError(f"{name} = {share} is not implemented for rope.scaling.type {kind}")
+    for tensor in ("rope_freqs.weight", "rope_factors_long.weight"):
+        if header.has(tensor) and kind in ("linear", "yarn") and factor != 1.0:
+            name = f"{header.architecture}.rope.scaling.type"
+            raise UnsupportedError(f"{name} {kind} with the factor {factor} is not implemented beside {tensor}")
     if header.has("rope_freqs.weight"):
         return _llama3_scaling(header, header.values("rope_freqs.weight"))
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
@@ -178,8 +182,10 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
-    """Returns the llama3 scaling with these divisors per pair; raises UnsupportedError for other divisors."""
-    plain = rope.default_frequencies(2 * len(factors), float(header.get("rope.freq_base", 10000.0)))
+    """Returns the llama3 scaling with these divisors per pair; refuses other divisors, or another number of them."""
+    if 2 * len(factors) != (width := _head_dim(header)):
+        raise InvalidFormatError(f"rope_freqs.weight has {len(factors)} factors, heads have {width // 2} pairs")
+    plain = rope.default_frequencies(width, float(header.get("rope.freq_base", 10000.0)))
     scaling = {"rope_type": "llama3", "factor": float(factors.max())} | LLAMA3_SCALING
     expected = plain / rope.llama3_frequencies(plain, scaling["factor"], 1.0, 4.0, 8192)
     if not np.allclose(expected, factors, rtol=1e-3):

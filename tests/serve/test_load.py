@@ -30,7 +30,7 @@ from ferrum_jax.serve import server as server_module
 from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
-from ferrum_jax.serve.server import MOST_PIPELINED, Server, bind, running
+from ferrum_jax.serve.server import MOST_PIPELINED, SEND_SECONDS, Server, bind, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.fake import SummingLLM
 from tests.generate.conftest import is_empty
@@ -547,6 +547,19 @@ def test_a_second_interrupt_ends_what_runs_with_the_answers_of_a_drained_server(
     assert not server.force_exit
     server.handle_exit(signal.SIGINT, None)  # has nothing left to end
     assert server.force_exit
+
+
+def test_a_body_that_has_not_come_does_not_hold_a_server_that_stops(held: Scripted):
+    with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(CHUNKED + b"1\r\n{\r\n")
+        until(lambda: bool(server.service._clocks))
+        begun = time.monotonic()
+        server.should_exit = True
+        assert (answer := raw.recv(1 << 16)).startswith(b"HTTP/1.1 503")
+        assert b'"draining"' in answer
+    assert time.monotonic() - begun < 1 + SEND_SECONDS  # the drain alone
+    assert server.service.is_ending
 
 
 def test_a_server_that_drains_takes_nothing_more_over_open_connections(serve: Any, llm: LLM):

@@ -105,6 +105,11 @@ def test_derived_tensors_in_a_checkpoint_are_left_unread(tmp_path: Path):
     params, cfg = ferrum_jax.load_params(folder)
     assert cfg.tie_word_embeddings
     tiny.assert_same_tree(params, tiny.tiny_params(TIED))
+    named = tiny.tensors(TIED)
+    named["lm_head.weight"] = named.pop("model.embed_tokens.weight")  # the other name of a tied tensor alone
+    params, cfg = ferrum_jax.load_params(tiny.write_folder(tmp_path / "head", TIED, named=named))
+    assert cfg.tie_word_embeddings
+    tiny.assert_same_tree(params, tiny.tiny_params(TIED))
 
 
 @pytest.mark.parametrize("rows", [3, 1 << 12])

@@ -183,6 +183,18 @@ def test_rope_freqs_of_another_scaling_are_refused(tmp_path: Path):
     divisors = np.linspace(1, 9, 10, dtype=np.float32)
     path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], extra={"rope_freqs.weight": divisors})
     assert "rope_freqs.weight" in refuse(path, UnsupportedError)
+    for count in (0, 7, 64):
+        extra = {"rope_freqs.weight": np.ones(count, np.float32)}
+        path = write_gguf(tmp_path / f"{count}.gguf", tiny.CONFIGS["llama3"], extra=extra)
+        assert f"rope_freqs.weight has {count} factors, heads have 10 pairs" in refuse(path)
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight"])
+def test_factors_beside_another_scaling_are_refused(tensor: str, tmp_path: Path):
+    extra = {tensor: np.ones(10, np.float32)}
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], extra=extra, yarn=(4.0, tiny.ORIGINAL))
+    said = f"llama.rope.scaling.type yarn with the factor 4.0 is not implemented beside {tensor}"
+    assert said in refuse(path, UnsupportedError)
 
 
 @pytest.mark.parametrize("name", ["qwen25_yarn", "qwen3_yarn", "llama_yarn"])

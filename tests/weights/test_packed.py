@@ -213,6 +213,21 @@ def test_a_part_that_is_missing_or_wrong_is_refused_by_name(kind: str, part: str
     assert f"{Q}.{said} is F8_E4M3, expected" in refuse(write(tmp_path, kind, other))
 
 
+@pytest.mark.parametrize(("kind", "part"), [("gptq", "qweight"), ("awq", "qweight"), ("words", "weight_packed")])
+def test_values_that_are_missing_are_said_to_be(kind: str, part: str, tmp_path: Path):
+    assert f"{Q}.{part} is missing" in refuse(write(tmp_path, kind, lambda tensors: tensors.pop(f"{Q}.{part}")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("fp8_blocks", "weight_scale_inv"), ("int8", "weight_scale"), ("awq", "scales")]
+)
+def test_a_scale_that_is_not_finite_is_refused(kind: str, part: str, tmp_path: Path):
+    def damage(tensors: Tensors) -> None:
+        tensors[f"{Q}.{part}"].reshape(-1)[0] = np.nan
+
+    assert f"{Q}.weight: a scale is not a finite number" in refuse(write(tmp_path, kind, damage))
+
+
 def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path: Path):
     assert "groups of 7 do not divide" in refuse(write(tmp_path, "gptq", group_size=7))
     first = "model.layers.0.mlp.gate_proj"
