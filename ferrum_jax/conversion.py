@@ -22,7 +22,7 @@ BESIDE = (  # files of a Hugging Face folder besides its weights; the tokenizer 
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
-_SCRATCH = ".convert-"  # prefix of the folders in which a conversion works
+_SCRATCH = ".ferrum-convert-"  # prefix of the folders in which a conversion works
 
 
 def convert(

@@ -199,11 +199,15 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_weights_are_read(
 
 
 def test_what_killed_conversions_left_is_removed_after_a_day(folder: Path, tmp_path: Path):
-    for name, hours in ((".convert-old", 25), (".convert-young", 23), ("mine", 1000)):
+    for name, hours in ((".ferrum-convert-old", 25), (".ferrum-convert-young", 23), ("mine", 1000)):
         (tmp_path / name / "checkpoint").mkdir(parents=True)
         os.utime(tmp_path / name, (time.time(), time.time() - hours * 3600))
     ferrum_jax.convert(folder, tmp_path / "made", progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir() if path != folder) == [".convert-young", "made", "mine"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path != folder) == [
+        ".ferrum-convert-young",
+        "made",
+        "mine",
+    ]
 
 
 def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -100,6 +100,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=_Connection,
+                ws="none",  # even where uvicorn finds a library for them
                 lifespan="on",
                 log_config=None,
                 access_log=False,

@@ -319,6 +319,20 @@ def test_a_body_in_chunks_is_no_head(held: Scripted, size: int):
             assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
+def test_a_connection_stays_http(held: Scripted, caplog: pytest.LogCaptureFixture):
+    head = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    with serving(held) as (server, _):
+        for at in range(3):
+            with socket.create_connection((server.host, server.port)) as raw:
+                raw.settimeout(SECONDS)
+                raw.sendall(head + b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n")
+                assert raw.recv(1 << 16).startswith(b"HTTP/1.1 ")
+                if at == 2:
+                    raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        until(lambda: not server.server_state.connections)
+    assert "Traceback" not in caplog.text
+
+
 def test_a_trailer_is_no_header(held: Scripted):
     with serving(held, api_keys=("key",)) as (server, _), socket.create_connection((server.host, server.port)) as raw:
         raw.settimeout(SECONDS)
