@@ -324,8 +324,9 @@ def convert(
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import conversion
 
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what was written so far is removed
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+    for name in ("SIGTERM", "SIGHUP"):  # what was written so far is removed; Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     print(conversion.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
 

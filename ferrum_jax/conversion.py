@@ -36,7 +36,7 @@ def convert(
     """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
 
     The weights pass through the host's memory, whole. The folder appears, or an empty one is filled, at the end or not
-    at all.
+    at all. Folders `.ferrum-convert-…` that conversions killed more than a day ago left there or beside it are removed.
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
@@ -86,6 +86,8 @@ def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
             target = folder.resolve()
         except RuntimeError as problem:  # nobody's home, or links in a circle
             raise OSError(str(problem)) from None
+        if target.is_dir():
+            remove_abandoned(target, _SCRATCH)
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
         return folder, target

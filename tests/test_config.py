@@ -471,7 +471,7 @@ def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not implemented"),
         ({"is_causal": False}, "is_causal = False is not implemented for gemma3_text"),
         ({"is_causal": None}, "is_causal = None is not implemented for gemma3_text"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "names no rope_type"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "has a type but no rope_type"),
         ({"per_layer_config": {"0": {"skip": ["mlp"]}}}, "per_layer_config"),
     ):
         with pytest.raises(UnsupportedError, match=says):

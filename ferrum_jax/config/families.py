@@ -272,7 +272,7 @@ def _ropes_by_kind(s: Settings, base: float, local_base: float) -> tuple[Fields,
     """
     older = s.section("rope_scaling").fields
     if "type" in older and "rope_type" not in older:
-        raise UnsupportedError(f"rope_scaling {safe_repr(older)} names no rope_type, expected one beside the type")
+        raise UnsupportedError(f"rope_scaling {safe_repr(older)} has a type but no rope_type: name it rope_type")
     given = s.section("rope_parameters")
     local, full = given.section("sliding_attention"), given.section("full_attention").fields
     if (kind := local.get("rope_type", "default")) != "default":

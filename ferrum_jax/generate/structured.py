@@ -112,14 +112,14 @@ class AnswerForm:
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may come next; raises RequestValidationError if there are none, or it is too complex."""
+        """The tokens that may come next; raises RequestValidationError if none fits, or if the form is too complex."""
         if (mask := self._mask) is None:
             import llguidance.numpy
 
             table = llguidance.numpy.allocate_token_bitmask(1, self._size)
             llguidance.numpy.fill_next_token_bitmask(self._matcher, table, 0)
             if self._matcher.is_error():  # the mask is then that of an answer that has ended
-                found = first_line(self._matcher.get_error())
+                found = first_line(self._matcher.get_error())  # `stop_reason` does not say it
                 raise RequestValidationError("no token of the vocabulary fits" if found == "NoExtensionBias" else found)
             self._mask = mask = table[0]
         return mask

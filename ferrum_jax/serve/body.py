@@ -18,7 +18,7 @@ Read = TypeVar("Read", bound=BaseModel)
 async def read_body(service: Service, http: HttpRequest) -> bytes:
     """Returns the body; raises a 413 for a longer one, without reading all of it, and a 408 for one that is late.
 
-    Once the server ends all requests, a body that has not come is a 503.
+    After `Service.end_all` it raises a 503 for a body that is not complete.
     """
     limit, seconds = service.settings.max_body_bytes, service.settings.max_seconds
     told = http.headers.get("content-length", "0")
@@ -26,8 +26,8 @@ async def read_body(service: Service, http: HttpRequest) -> bytes:
         raise _too_large(limit)
     parts, size = [], 0
     try:
-        async with asyncio.timeout(seconds) as clock:
-            with service.reading(clock):
+        async with asyncio.timeout(seconds) as timeout:
+            with service.reading(timeout):
                 async for part in http.stream():
                     size += len(part)
                     if size > limit:
@@ -37,7 +37,7 @@ async def read_body(service: Service, http: HttpRequest) -> bytes:
         raise DisconnectError from None
     except TimeoutError:
         if service.is_ending:
-            raise unavailable("the server stops, and the body had not come", 5, "draining") from None
+            raise unavailable("the server is stopping, and the request body was not complete", 5, "draining") from None
         raise ApiError(408, f"the body did not come within {seconds:g} seconds", code="deadline_exceeded",
                        headers={"connection": "close"}) from None  # fmt: skip
     return b"".join(parts)

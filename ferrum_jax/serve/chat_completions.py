@@ -141,7 +141,7 @@ class _Reader:
     def read(self, piece: Piece) -> list[Event]:
         """Parses a new piece of the answer and returns its events.
 
-        A call that may not be made ends the answer, at the token that shows it, however many came with it.
+        Without parallel calls, a second call ends the answer at the token with which it begins; later ones are dropped.
         """
         if self._parser is None:
             events: list[Event] = [Content(piece.text)] if piece.text else []
@@ -153,7 +153,8 @@ class _Reader:
         for event in events:
             if isinstance(event, CallBegin) and self._parsed.calls and self._body.parallel_tool_calls is False:
                 reason = "stop"
-                self._answers.cut(self.choice, self._count_to_second_call())
+                sent = self.choice.num_taken - len(piece.tokens) if self._body.stream else 0
+                self._answers.cut(self.choice, max(sent, self._count_to_second_call()))
                 break
             self._parsed.take([event])
             told.append(event)

@@ -7,6 +7,7 @@ import math
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 
@@ -21,7 +22,7 @@ from ferrum_jax.serve.settings import ServerSettings
 
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
-MOST_PIPELINED = 8  # requests of a connection that are not answered, beyond which no more are read
+MOST_PIPELINED = 8  # unanswered requests of a connection up to which reading goes on, to notice a client that leaves
 HEAD_BYTES = 1 << 16  # of a request before its body, which the parser holds in memory
 SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 
@@ -29,17 +30,17 @@ SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 class _Connection(HttpToolsProtocol):
     """A connection that its requests can abort, even with unsent data, by `abort` in their scope's state.
 
-    It ends, with a 431 unless an answer has begun, once more than `HEAD_BYTES` of headers or trailers have come that
-    have not ended. Trailers, which may follow a body in chunks, are not read. All requests of the connection learn that
-    the client has left, also if it has sent further ones meanwhile.
+    It closes once headers or trailers exceed `HEAD_BYTES`, after a 431 if no response is being sent. Trailers, which
+    may follow a body in chunks, are discarded. If the client disconnects, every unanswered request learns of it, as
+    long as no more than `MOST_PIPELINED` wait.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.app_state = self.app_state | {"abort": transport.abort}
-        self._is_head, self._head_bytes = True, 0  # headers or trailers may come, and what has come of them
+        self._is_head, self._head_bytes = True, 0  # headers or trailers may come, and how much of them has come
         self._has_headers = False
-        self._cycles: list[RequestResponseCycle] = []  # uvicorn's requests that are not answered
+        self._cycles: deque[RequestResponseCycle] = deque()  # uvicorn's unanswered requests, which it answers in order
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data) if self._is_head else 0
@@ -60,7 +61,9 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_head, self._head_bytes, self._has_headers = False, 0, True
         super().on_headers_complete()
-        self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
         if 1 < len(self._cycles) <= MOST_PIPELINED:  # uvicorn has paused reading, and would not see the client leave
             self.flow.resume_reading()
 

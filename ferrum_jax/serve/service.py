@@ -58,7 +58,7 @@ class Service:
         self.live: set[Answers] = set()  # running ones
         self.callers: set[Caller] = set()  # clients that wait for answers
         self.is_ending = False  # `end_all` was called
-        self._clocks: set[asyncio.Timeout] = set()  # of the bodies that are being read
+        self._body_timeouts: set[asyncio.Timeout] = set()  # of the bodies that are being read
         if self.name in settings.adapters:
             raise ConfigError(f"an adapter is called {self.name!r}, as the model itself: give it another name")
         try:
@@ -135,21 +135,22 @@ class Service:
     def end_all(self) -> None:
         """Ends every request with a 503, also those whose body has not come."""
         self.is_ending = True
-        for clock in self._clocks:
-            clock.reschedule(0)
+        for timeout in self._body_timeouts:
+            if not timeout.expired():
+                timeout.reschedule(0)
         for caller in self.callers:
             caller.end(unavailable("the server stops, and the answer was not complete in time", 5, "draining"))
 
     @contextlib.contextmanager
-    def reading(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """Ends a body's time at `end_all`, within this context."""
+    def reading(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Expires a body's timeout when `end_all` is called within this context, or was called before."""
         if self.is_ending:
-            clock.reschedule(0)
-        self._clocks.add(clock)
+            timeout.reschedule(0)
+        self._body_timeouts.add(timeout)
         try:
             yield
         finally:
-            self._clocks.discard(clock)
+            self._body_timeouts.discard(timeout)
 
     def forget(self, answers: Answers) -> None:
         """Counts a request that has ended, and its unread answers as aborted."""

@@ -106,7 +106,7 @@ class SafetensorsSource:
         self._axes = stored_axes(self._specs)
         self._entries = _text_entries(_read_shards(folder), is_multimodal=is_multimodal)
         if self.config.tie_word_embeddings and HEAD in self._entries and EMBEDDINGS not in self._entries:
-            self._entries[EMBEDDINGS] = self._entries.pop(HEAD)  # the other one of two names for one tensor was stored
+            self._entries[EMBEDDINGS] = self._entries.pop(HEAD)  # tied, and stored under the head's name only
         for entry in self._entries.values():
             check_dtype(entry, FLOATS if self._scheme is None else FLOATS + NARROW)
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)

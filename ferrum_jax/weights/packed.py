@@ -22,7 +22,7 @@ WORD = 32  # bits
 BLOCKS, SCALES, MXFP4_GROUP = "blocks", "scales", 32  # tensors of a stack, and number of inputs that share a scale
 _FLOATS = ("F32", "F16", "BF16")
 _MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weight"}  # the tensor that holds the values
-_BESIDE_A_MARK = ("qzeros", "g_idx", "weight_shape")  # tensors that only packed weights have
+_PACKED_ONLY = ("qzeros", "g_idx", "weight_shape")  # tensors that only packed weights have
 _NARROW = ("I8", "F8_E4M3")
 _UNREAD = (
     "input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "activation_scale_inv", "output_scale",
@@ -69,7 +69,7 @@ def find_weights(
             mine = [f"{module} has {shape[1]} inputs, which groups of {scheme.group_size} do not divide"]
         problems += mine
         found[f"{module}.weight"] = PackedWeight(shape, {part: given[part] for part in wanted if part in given})
-    packed = {name.rpartition(".")[0] for name in entries if name.rpartition(".")[2] in _BESIDE_A_MARK}
+    packed = {name.rpartition(".")[0] for name in entries if name.rpartition(".")[2] in _PACKED_ONLY}
     for module in sorted(packed if found else ()):
         if entries.keys().isdisjoint((mark := f"{module}.{_MARKS[scheme.packing]}", f"{module}.weight")):
             problems.append(f"{mark} is missing")

@@ -128,7 +128,7 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
 def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index: int = 0) -> None:
     """Writes one row of stacks (models/adapters.py) in PEFT's format, with a scale of 1.
 
-    Projections that the stacks leave out, or whose rank is 0, are none of the adapter's.
+    Projections that the stacks leave out, or whose rank is 0, are not written.
 
     Raises:
         InvalidParameterError: the arrays are not those of adapters of this model, do not have this row, or change no

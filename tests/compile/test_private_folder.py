@@ -97,14 +97,19 @@ def test_what_is_no_regular_file_is_refused_without_waiting(folder: PrivateFolde
         folder.read("pipe")
 
 
-def test_a_folder_in_place_of_a_file_is_refused_and_nothing_stays_open(folder: PrivateFolder):
+def test_a_folder_in_place_of_a_file_is_refused_and_nothing_stays_open(
+    folder: PrivateFolder, monkeypatch: pytest.MonkeyPatch
+):
     folder.write("a", b"1")
     (folder.path / "b").mkdir(0o700)
-    before = os.listdir("/proc/self/fd")
+    opened, closed, open_, close = [], [], os.open, os.close
+    monkeypatch.setattr(os, "open", lambda *given, **named: opened.append(open_(*given, **named)) or opened[-1])
+    monkeypatch.setattr(os, "close", lambda one: closed.append(one) or close(one))
     with pytest.raises(PermissionError, match="b is no"):
         folder.read("b")
     assert folder.read("a") == b"1"
-    assert os.listdir("/proc/self/fd") == before
+    assert len(opened) >= 4
+    assert sorted(closed) == sorted(opened)
 
 
 def test_a_file_is_exchanged_whole_while_others_read_and_write_it(folder: PrivateFolder):
