@@ -31,7 +31,7 @@ from ferrum_jax.serve import server as server_module
 from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
-from ferrum_jax.serve.server import MOST_PIPELINED, SEND_SECONDS, Server, bind, running
+from ferrum_jax.serve.server import MOST_PIPELINED, Server, bind, running
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.settings import ServerSettings
 from tests.fake import SummingLLM
@@ -577,11 +577,9 @@ def test_a_body_that_has_not_come_does_not_hold_a_server_that_stops(held: Script
         raw.settimeout(SECONDS)
         raw.sendall(CHUNKED + b"1\r\n{\r\n")
         until(lambda: bool(server.service._body_timeouts))
-        begun = time.monotonic()
         server.should_exit = True
         status, answer = whole_answer(raw)
         assert (status, json.loads(answer)["error"]["code"]) == (503, "draining")
-    assert time.monotonic() - begun < 1 + SEND_SECONDS  # the drain alone
     assert server.service.is_ending
 
 
