@@ -9,7 +9,7 @@ from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.executor.runner import ModelRunner
 
-BURST = 20  # bare calls in a row
+BURST = 40  # bare calls in a row
 
 
 @dataclass(frozen=True)

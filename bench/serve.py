@@ -34,6 +34,7 @@ SMOKE_ENGINE = EngineConfig(
     max_step_tokens=SMOKE_CHUNK,
     decode_rows=(4,),
 )
+DECODED, SMOKE_DECODED = (32, 256), (4, 16)  # tokens of prompt and answer where `LLM.generate` decodes in all rows
 ROUNDS = 5  # of `LLM.generate` and its programs
 TEMPERATURES = (0.0, 0.8)
 
@@ -86,7 +87,7 @@ def _engine() -> EngineConfig:
 
 def _generate(runner: ModelRunner, temperature: float, *, smoke: bool) -> dict[str, float]:
     """Prints how near `LLM.generate` comes to its compiled programs, with all rows busy, and returns that."""
-    (_, context), (_, tokens) = (SMOKE_PROMPTS, SMOKE_ANSWERS) if smoke else (PROMPTS, ANSWERS)
+    context, tokens = SMOKE_DECODED if smoke else DECODED
     rounds, rows = 1 if smoke else ROUNDS, runner.plan.max_seqs
     found = measure_generation(runner, rows, context=context, tokens=tokens, temperature=temperature, rounds=rounds)
     over_step, over_both = found.bare_us / found.call_us, found.sampled_us / found.call_us

@@ -17,7 +17,8 @@ PREFILL = {"tokens", "steps", "call_ms", "call_p90_ms", "tokens_per_second", "gf
 SCALING = {"sweep", "rows", "context", "call_ms", "call_p90_ms", "floor_ms", "call_over_floor"} | PLACE
 MIXED = {"chunk", "way", "tokens_per_second", "call_ms", "call_p90_ms", "worst_gap_ms", "worst_gap_p90_ms",
          "first_token_ms", "floor_ms", "call_over_floor"}  # fmt: skip
-COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls", "strayed"} | PLACE
+COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "ours_p10_over_floor",
+           "calls", "strayed"} | PLACE  # fmt: skip
 THEIRS = {"ms", "p90_ms", "setting", "all_ms", "over_ours", "logits_difference"}  # of a peer
 
 pytestmark = pytest.mark.smoke
