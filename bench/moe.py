@@ -24,12 +24,11 @@ from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.feed_forward import NAMES, mix_experts
+from ferrum_jax.models.feed_forward import NAMES, mix_experts, route
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import route
 from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
@@ -75,7 +74,7 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
     tokens = np.random.default_rng(batch).permutation(cfg.vocab_size)[:batch, None]
     block: ParamTree = subject.params["model"]["layers"][0]["mlp"]
     x = jax.random.normal(jax.random.key(batch), (batch, cfg.hidden_size), subject.dtype)
-    chosen, _ = route(linear(x, block["gate"]["weight"]), experts.num_experts_per_tok, renormalise=True)
+    chosen, *_ = route(linear(x, block["gate"]["weight"]), experts)
     active = len(np.unique(chosen))
     times = alternate(
         {
@@ -120,7 +119,7 @@ def _every_expert(block: ParamTree, x: jax.Array, cfg: ModelConfig) -> jax.Array
     experts = cfg.experts
     assert experts is not None
     logits = linear(x, block["gate"]["weight"])
-    chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
+    chosen, shares, _ = route(logits, experts)
     weighed = jnp.zeros(logits.shape, jnp.float32).at[jnp.arange(len(x))[:, None], chosen].set(shares)
 
     def step(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

@@ -337,12 +337,13 @@ def devices() -> None:
     import jax
 
     from ferrum_jax.ops import native
-    from ferrum_jax.sharding.devices import default_dtype, free_bytes
+    from ferrum_jax.sharding.devices import AMPLE, default_dtype, free_bytes
 
     print(f"jax {jax.__version__}")
     for device in jax.local_devices():
-        kind, free = f"{device.platform}:{device.id}", free_bytes(device)
-        print(f"{kind:8} {device.device_kind}  {free / 1e9:.1f} GB free  default dtype {default_dtype(device)}")
+        kind, free = f"{device.platform}:{device.id}", free_bytes(device, is_needed=False)
+        told = "free memory unknown" if free == AMPLE else f"{free / 1e9:.1f} GB free"
+        print(f"{kind:8} {device.device_kind}  {told}  default dtype {default_dtype(device)}")
         if device.platform == "cpu":
             found = native.library()
             print(f"{'':8} kernels: {native.instruction_set() or f'none, XLA computes everything: {found}'}")

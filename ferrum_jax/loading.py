@@ -198,7 +198,8 @@ def _load(
     asked, settings = settings, with_defaults(settings, source, target, is_divided=placed.division is not None)
     if asked.quantize is None and settings.quantize == "none" and hosts.leads:
         _tell_dequantised(source, settings, placed)
-    free = hosts.least(placed.placement.free_bytes())
+    reads_free = settings.kv_blocks is None
+    free = hosts.least(placed.placement.free_bytes(is_needed=reads_free))
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
     if early is not None:  # loading them takes as long as reading a small model, and runs on another core
@@ -211,7 +212,7 @@ def _load(
             memory = pool.submit(_allocate_ahead, ahead.cache, replicas[0], early, settings.compiler_options)
         params, cfg = _read(source, settings, placed, progress and hosts.leads)
     memory = None if memory is None else memory.result()
-    free = placed.placement.free_bytes() if memory is None else max(0, free - taken)
+    free = placed.placement.free_bytes(is_needed=reads_free) if memory is None else max(0, free - taken)
     return build_runner(
         params,
         cfg,
@@ -331,7 +332,9 @@ def plan_ahead(
     settings = with_defaults(settings, source, device, is_divided=placed.division is not None)
     settings = settle_attention(settings, source.config if placed.division is None else placed.division.local, device)
     taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
-    left = max(0, (placed.placement.free_bytes() if free is None else free) - taken)
+    if free is None:
+        free = placed.placement.free_bytes(is_needed=settings.kv_blocks is None)
+    left = max(0, free - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left, division=placed.division)
 
 

@@ -177,6 +177,22 @@ def test_sizes_are_refused_before_weights_are_read(folder: Path, monkeypatch: py
         ferrum_jax.load(folder, **SMALL)
 
 
+def test_free_memory_is_not_asked_for_where_the_pool_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    free, needed = mesh.Placement.free_bytes, []
+
+    def record(placement: mesh.Placement, *, is_needed: bool = True) -> int:
+        needed.append(is_needed)
+        return free(placement)
+
+    monkeypatch.setattr(mesh.Placement, "free_bytes", record)
+    for kv_blocks in (None, 2):
+        needed.clear()
+        with ferrum_jax.load(folder, kv_blocks=kv_blocks, **SMALL) as runner:
+            ferrum_jax.from_params(runner.params, runner.model_config, kv_blocks=kv_blocks, max_seqs=2).close()
+        assert len(needed) >= 2
+        assert set(needed) == {kv_blocks is None}
+
+
 def test_the_same_setting_given_twice_alike_is_no_contradiction(folder: Path):
     with ferrum_jax.load(folder, engine=EngineConfig(max_seqs=2, kv_blocks=3), **SMALL) as runner:
         assert (runner.plan.max_seqs, runner.plan.cache.num_blocks) == (2, 3)

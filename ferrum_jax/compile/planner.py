@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
 from ferrum_jax.compile.step import StepKey
-from ferrum_jax.models.hooks import Point
 
 
 class Piece(NamedTuple):
@@ -34,12 +33,6 @@ class StepPlan:
         """Rows, starts and sizes of the pieces in decode rows, and of those in blocks: `[n]` each."""
         groups = self.decodes, self.blocks
         return [tuple(np.array(pieces, np.intp).reshape(-1, len(Piece._fields)).T) for pieces in groups]
-
-
-def capturing(plan: StepPlan, captures: Sequence[tuple[Point, ...]]) -> StepPlan:
-    """Returns the plan with the hook points that any of its rows captures."""
-    points = {point for piece in (*plan.decodes, *plan.blocks) for point in captures[piece.row]}
-    return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 
 def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:

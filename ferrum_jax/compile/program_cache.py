@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
-from ferrum_jax.compile.fingerprint import describe_settings
+from ferrum_jax.compile.fingerprint import describe_host, describe_settings
 from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.errors import BackendError
 
@@ -105,7 +104,7 @@ class ProgramCache:
         """Calls `do` for each key on all cores, or in this thread alone if it has settings of JAX of its own."""
         if not keys:
             return
-        with ThreadPoolExecutor(max_workers=min(MOST_THREADS, _num_cores())) as pool:
+        with ThreadPoolExecutor(max_workers=min(MOST_THREADS, describe_host()["cores"] or 1)) as pool:
             is_alone = pool.submit(describe_settings).result() != describe_settings()
             jobs = {} if is_alone else {key: pool.submit(do, key) for key in keys}
             try:
@@ -192,13 +191,6 @@ class ProgramCache:
         with self._lock:
             self._held.pop(key, None)
             return self._steps.setdefault(key, executable)  # another thread may have been first
-
-
-def _num_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows have no such call
-        return os.cpu_count() or 1
 
 
 def trim_heap() -> None:

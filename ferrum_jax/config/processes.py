@@ -34,8 +34,9 @@ class ProcessSettings:
             ConfigError: a variable is missing or is not a valid number or address.
         """
         for count_name, index_name in LAUNCHERS:
-            if count_name not in environment and (count_name != COUNT or INDEX not in environment):
-                continue
+            given = environment.keys() & {count_name, index_name}
+            if not given or (count_name != COUNT and len(given) < 2):
+                continue  # half of a launcher's variables, as in a shell of SLURM's `salloc`, says nothing
             count, index = _number(environment, count_name), 0
             if count > 1:
                 index = _number(environment, index_name)

@@ -171,7 +171,7 @@ def check_length(model: "DecoderOnlyLLM", method: str, value: Any) -> int:
 
 def _check_array(model: "DecoderOnlyLLM", what: str, given: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
     array = _check_shape(model, what, given, shape)
-    if not np.isfinite(array.max(axis=-1)).all():  # a NaN is the maximum of its row
+    if array.size and not np.isfinite(array.max(axis=-1)).all():  # a NaN is the maximum of its row
         raise ModelError(f"{type(model).__name__} returned {what} that are not finite")
     return array
 

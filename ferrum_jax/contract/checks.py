@@ -197,13 +197,6 @@ def _as_list(name: str, given: Any) -> list[Any]:
         raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence") from None
 
 
-def check_given(name: str, given: T | None) -> T:
-    """Returns what must not be None."""
-    if given is None:
-        raise RequestValidationError(f"{name} are None, expected one for each row")
-    return given
-
-
 def check_policy_count(num_rows: int, policies: Sequence[Any]) -> None:
     """Raises unless there is one policy per row."""
     given = check_count("policies", policies)

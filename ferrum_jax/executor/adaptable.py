@@ -1,20 +1,25 @@
 """The methods of a runner for adapters: binding, loading, setting them from arrays."""
 
+import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ferrum_jax.contract.checks import check_cache_id
-from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.adapters import KeptSequences
 from ferrum_jax.executor.observable import Observable
+from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.weights.peft import PeftAdapter
 
 
 class Adaptable(Observable):
     """The part of `ModelRunner` for adapters."""
 
     params_version: int
+    num_replicas: int
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, which is loaded from its path if it is not loaded yet, or to none.
@@ -34,7 +39,7 @@ class Adaptable(Observable):
             adapters.check_binding(key, adapter, self._pipeline.table.length(key))
             if adapter is not None and adapters.find(adapter) is None:
                 adapters.check_room(adapter.name, adapter.path)  # before it is read: schedulers ask in every step
-                self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
+                _install(self._pipeline, adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
             adapters.bind(key, None if adapter is None else adapters.find(adapter))
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -49,11 +54,20 @@ class Adaptable(Observable):
             UnsupportedError: the adapter has an option of PEFT's that is not implemented.
             RequestValidationError: its rank is above `max_lora_rank`.
         """
+        first = self._pipelines[0].adapters
         with self._life.lock, self._life:
-            self._adapters.check_enabled(name)
-        read = self._adapters.read(path)  # takes a while, and needs no lock
+            first.check_enabled(name)
+        read = first.read(path)  # takes a while, and needs no lock
         with self._life.lock, self._life:
-            self._install(name, read, path, is_pinned=True)
+            for one in self._pipelines:  # a sequence may have loaded it on one replica alone
+                one.adapters.check_new(name)
+            try:
+                for one in self._pipelines:
+                    _install(one, name, read, path, is_pinned=True)
+            except BaseException:  # perhaps a KeyboardInterrupt
+                for one in self._pipelines:
+                    _unload(one, name)
+                raise
 
     def set_lora(
         self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
@@ -79,22 +93,13 @@ class Adaptable(Observable):
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
         """
         with self._life.lock, self._life:
-            self._adapters.check_settable(name, keep_sequences)
-            laid_out = self._adapters.lay_out(tree, scale, index)
-            self._pipeline.settle()
-            self._take_lora(name, laid_out)
+            for one in self._pipelines:
+                one.adapters.check_settable(name, keep_sequences)
+            laid_out = self._pipelines[0].adapters.lay_out(tree, scale, index)
+            for one in self._pipelines:
+                one.settle()
+            self._on_all(lambda one: _take(one, name, laid_out))
             self.params_version += 1
-
-    def _take_lora(self, name: str, laid_out: ParamTree) -> None:
-        adapters, table = self._adapters, self._pipeline.table
-        older = adapters.named(name)
-        users = [] if older is None else adapters.users_of(older)
-        with self._device.changing():
-            for evicted in adapters.set(name, laid_out):
-                if evicted is older:
-                    table.invalidate_adapter(evicted, adapters.named(name), users)
-                else:
-                    table.forget_adapter(evicted)
 
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes.
@@ -103,8 +108,49 @@ class Adaptable(Observable):
             NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
         with self._life.lock, self._life:
-            self._pipeline.table.forget_adapter(self._adapters.unload(name))
+            having = [one for one in self._pipelines if name in one.adapters.names] or self._pipelines[:1]
+            for one in having:
+                one.adapters.check_unloadable(name)
+            self._on_all(lambda one: _unload(one, name))
 
-    def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
-        for evicted in self._adapters.load(name, read, path, is_pinned=is_pinned):
-            self._pipeline.table.forget_adapter(evicted)
+    def _on_all(self, change: Callable[[Pipeline], object]) -> None:
+        """Makes a change on every replica; an interrupted one of several is made again on all, so that none lacks it.
+
+        If it fails on a replica after others have it, all sequences are lost.
+        """
+        changed = []
+        try:
+            for one in self._pipelines:
+                change(one)
+                changed.append(one)
+        except FerrumError:
+            for one in changed:
+                one.device.lose()
+            raise
+        except BaseException:
+            for one in self._pipelines if self.num_replicas > 1 else ():
+                with contextlib.suppress(FerrumError):
+                    change(one)
+            raise
+
+
+def _install(on: Pipeline, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
+    for evicted in on.adapters.load(name, read, path, is_pinned=is_pinned):
+        on.table.forget_adapter(evicted)
+
+
+def _take(on: Pipeline, name: str, laid_out: ParamTree) -> None:
+    adapters, table = on.adapters, on.table
+    older = adapters.named(name)
+    users = [] if older is None else adapters.users_of(older)
+    with on.device.changing():
+        for evicted in adapters.set(name, laid_out):
+            if evicted is older:
+                table.invalidate_adapter(evicted, adapters.named(name), users)
+            else:
+                table.forget_adapter(evicted)
+
+
+def _unload(on: Pipeline, name: str) -> None:
+    if on.adapters.has(name):
+        on.table.forget_adapter(on.adapters.unload(name))

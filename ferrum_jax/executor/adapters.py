@@ -215,6 +215,11 @@ class Adapters:
         return evicted
 
     @property
+    def names(self) -> list[str]:
+        """Names of the adapters that are loaded."""
+        return list(self._loaded)
+
+    @property
     def bound_ids(self) -> list[str]:
         """The ids that are bound to an adapter."""
         return list(self._bound)
@@ -295,14 +300,6 @@ class Adapters:
     def clear_bindings(self) -> None:
         """Unbinds every id."""
         self._bound.clear()
-
-    def metrics(self) -> dict[str, Any]:
-        """Counters in the contract's names."""
-        return {
-            "enabled": self.spec is not None,
-            "adapter_count": len(self._loaded),
-            "position": "real-inference",
-        }
 
     def _is_idle(self, adapter: LoadedAdapter) -> bool:
         """True of an adapter that may be evicted: not loaded by name, and no sequence is bound to it."""

@@ -253,10 +253,14 @@ class DeviceState:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Calls `lose` if the block within fails or is interrupted: half of the bookkeeping may be written."""
+        """Calls `lose` if the block within fails or is interrupted: half of the bookkeeping may be written.
+
+        A refusal changes nothing, and neither does a failure to compile a program or to place an adapter. A program
+        that fails on the device has taken the KV with it.
+        """
         try:
             yield
-        except (RequestValidationError, ResourceExhaustedError):  # a refusal, before anything changed
+        except (RequestValidationError, ResourceExhaustedError, DeviceError, BackendError):
             raise
         except GeneratorExit:  # garbage collection, after an interrupt on entry and perhaps after a reset
             raise

@@ -98,7 +98,7 @@ def from_params(
         first = placed.placement.first
         params = brought_to(first, params) if specs is None else placed.divide(params, specs)
         root = None if asked.artifacts is None else artifacts_folder(asked.artifacts)
-        free = placed.placement.free_bytes()
+        free = placed.placement.free_bytes(is_needed=asked.kv_blocks is None)
         return build_runner(
             params, cfg, asked, placed, replicas, hosts, specs=specs, root=root, free=free, strict=strict
         )

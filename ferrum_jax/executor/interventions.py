@@ -77,7 +77,8 @@ class BoundInterventions:
         """Binds edits to an id in place of those before; None or an empty mapping unbinds.
 
         Raises:
-            InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
+            InvalidParameterError: a point is unknown.
+            RequestValidationError: an edit does not broadcast to the array there.
             UnsupportedError: a function, a point of attention weights, or on a model divided over devices a point
                 whose array is divided, too.
             ResourceExhaustedError: `max_seqs` ids have interventions.
@@ -131,9 +132,16 @@ class BoundInterventions:
         return tuple(sorted({point for row in rows for point in by_row.get(row, {})}))
 
     def stacks_of(self, points: tuple[Point, ...]) -> EditStacks[jax.Array]:
-        """Returns the stacked edits at some points, on the device; uploads them if a binding has changed."""
+        """Returns the stacked edits at some points, on the device; uploads them if a binding has changed.
+
+        Raises:
+            ResourceExhaustedError: the device has no memory for them.
+        """
         if points not in self._stacks:
-            self._stacks[points] = self.placed.placement.put(self._stacked(points))
+            try:
+                self._stacks[points] = self.placed.placement.put(self._stacked(points))
+            except jax.errors.JaxRuntimeError as problem:
+                raise ResourceExhaustedError(f"interventions cannot be put on the device: {problem}") from problem
         return self._stacks[points]
 
     @np.errstate(over="ignore")  # products of two edits in float64 may go beyond float32, as on the device
@@ -161,7 +169,8 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
     """Returns the edits of one sequence by point and layer, on the host.
 
     Raises:
-        InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
+        InvalidParameterError: a point is unknown.
+        RequestValidationError: an edit does not broadcast to the array there.
         UnsupportedError: a function, or a point of attention weights.
     """
     found: dict[Point, Edit[NDArray[Any]]] = {}

@@ -1,7 +1,7 @@
 """`decode_n`: many tokens of several sequences in a few device calls, their KV allocated ahead."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +86,7 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
         )
         for group in groups
     ]
-    copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
+    copy = [CopyKey(buckets.max_copies)] if transaction.copied_ids else []
     for key in [*copy, *(plan.key for _, plan in recompute), *keys, ConfigureKey(pipeline.plan.kv_capacity)]:
         pipeline.programs.get(key)
 
@@ -156,15 +156,7 @@ def _check_run(run: DecodeRun, pipeline: Pipeline) -> _Run:
     if len(stops) > MAX_STOP_IDS:
         raise RequestValidationError(f"{key!r}: {len(stops)} stop_ids, expected at most {MAX_STOP_IDS}")
     token = check_tokens(key, [run.token], pipeline.plan.vocab_size)
-    how = run.sampling
-    settings = SlotSettings(
-        temperature=how.temperature,
-        top_k=how.top_k,
-        top_p=how.top_p,
-        min_p=how.min_p,
-        repetition_penalty=how.repetition_penalty,
-        seed=seed,
-        num_logprobs=0,
-        seen=np.concatenate([live.tokens, token]) if how.repetition_penalty != 1.0 else None,
-    )
+    seen = np.concatenate([live.tokens, token]) if run.sampling.repetition_penalty != 1.0 else None
+    how = {one.name: getattr(run.sampling, one.name) for one in fields(Sampling)}  # of its subclasses, too
+    settings = SlotSettings(**how, seed=seed, num_logprobs=0, seen=seen)
     return _Run(key, token, check_int(f"{key!r}: max_tokens", run.max_tokens, 1), stops, settings)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import PRIVATE, UNKNOWN, CachedSequence, SequenceTable
 from ferrum_jax.kvcache.transaction import KvTransaction
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # outputs that need no logits but the last token's
@@ -179,15 +180,12 @@ class Pipeline:
             last, every, scored = zip(*map(_divided, outputs, left), strict=True)
             plans = planner.plan_steps(last, buckets) + planner.plan_all_logits(every, buckets)
             plans += planner.plan_scores(scored, buckets)
-        if any(captures):
-            plans = [planner.capturing(one, captures) for one in plans]
-        if used:
-            plans = [_adapted(one, uses) for one in plans]
-        plans = [self._with_edits(one, edit_rows) for one in plans]
+        if used or edit_rows or any(captures):
+            plans = [self._completed(one, uses, edit_rows, captures) for one in plans]
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
         for one in (*plans, *(again for _, again in recompute)) if edit_rows else ():
             self._edit_stacks(one)  # uploads new interventions now, where a failure changes nothing
-        copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
+        copy = [CopyKey(buckets.max_copies)] if transaction.copied_ids else []
         masked = SampledToken in kinds and has_masks(outputs)
         chained = chained_keys(outputs, plans, buckets, masked=masked)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
@@ -333,12 +331,17 @@ class Pipeline:
         """Returns the stacks of edits that a step takes, if any."""
         return [self.interventions.stacks_of(plan.key.edits)] if plan.key.edits else []
 
-    def _with_edits(self, plan: StepPlan, edit_rows: Sequence[int]) -> StepPlan:
-        """Returns the plan with the hook points at which its rows have interventions, if any."""
-        if not edit_rows:
-            return plan
-        points = self.interventions.points_of([edit_rows[piece.row] for piece in (*plan.decodes, *plan.blocks)])
-        return replace(plan, key=replace(plan.key, edits=points)) if points else plan
+    def _completed(
+        self, plan: StepPlan, uses: Sequence[int], edit_rows: Sequence[int], captures: Sequence[tuple[Point, ...]] = ()
+    ) -> StepPlan:
+        """Returns the plan of a step that adapts, edits and captures what its rows ask for."""
+        rows = [piece.row for piece in (*plan.decodes, *plan.blocks)]
+        own: dict[str, Any] = {
+            "adapters": any(uses[row] != NONE for row in rows),
+            "edits": self.interventions.points_of([edit_rows[row] for row in rows]) if edit_rows else (),
+            "capture": tuple(sorted({point for row in rows for point in captures[row]})) if captures else (),
+        }
+        return replace(plan, key=replace(plan.key, **own)) if any(own.values()) else plan
 
     def _pack_step(self, plan: StepPlan, rows: ActiveRows) -> tuple[NDArray[np.int32], list[int]]:
         """Returns a step's buffer, and the rows that want an output, in the order of `StepPart.wanted`."""
@@ -429,7 +432,7 @@ class Pipeline:
         tokens = [np.array(one.tokens, np.int32) for one in lives]
         members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses, edit_rows)
         plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)
-        return [(members, self._with_edits(_adapted(one, uses), edit_rows)) for one in plans]
+        return [(members, self._completed(one, uses, edit_rows)) for one in plans]
 
 
 def _divided(output: Output, count: int) -> tuple[int, int, int]:
@@ -443,10 +446,3 @@ def _newest(live: CachedSequence | None) -> NDArray[np.int32]:
     """Returns the token sampled last for a sequence, int32 `[1]`; UNKNOWN if the host has not read it."""
     assert live is not None
     return _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
-
-
-def _adapted(plan: StepPlan, uses: Sequence[int]) -> StepPlan:
-    """Returns the plan for a step with adapters if any of its rows uses one; `uses` are rows of the stacks."""
-    if all(uses[piece.row] == NONE for piece in (*plan.decodes, *plan.blocks)):
-        return plan
-    return replace(plan, key=replace(plan.key, adapters=True))

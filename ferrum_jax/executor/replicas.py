@@ -4,7 +4,6 @@ A sequence stays on one replica: of those with room, the one that knows most of 
 free blocks. Replicas work at the same time: up to two steps of a batch on each are begun before one is read.
 """
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,15 +17,14 @@ from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor import multi_step, reservations
-from ferrum_jax.executor.adapters import KeptSequences
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import NewParams, ParamTree
-from ferrum_jax.sharding.mesh import Placement, outside_meshes
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
 
@@ -233,101 +231,12 @@ class ReplicatedRunner(ModelRunner):
                 elif not is_bound and first._pipeline.table.get(key) is None:
                     router.forget(key)
 
-    def load_lora(self, name: str, path: Any) -> None:
-        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as `ModelRunner.load_lora`.
-
-        The name is in use even if only one replica has loaded an adapter under it, for a sequence there.
-        """
-        adapters = self.replicas[0]._adapters
-        with self._life.lock, self._life:
-            adapters.check_enabled(name)
-        read = adapters.read(path)  # takes a while, and needs no lock
-        with self._life.lock, self._life:
-            for replica in self.replicas:
-                replica._adapters.check_new(name)
-            try:
-                for index, replica in enumerate(self.replicas):
-                    with self._router.on(index):
-                        replica._install(name, read, path, is_pinned=True)
-            except BaseException:  # perhaps a KeyboardInterrupt
-                for replica in self.replicas:
-                    if replica._adapters.has(name):
-                        replica.unload_lora(name)
-                raise
-
-    def set_lora(
-        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
-    ) -> None:
-        """As `ModelRunner.set_lora`, on every replica."""
-        with self._life.lock, self._life:
-            for replica in self.replicas:
-                replica._adapters.check_settable(name, keep_sequences)
-            laid_out = self.replicas[0]._adapters.lay_out(tree, scale, index)
-            self._settle()
-
-            def take(at: int) -> None:
-                with self._router.on(at) as replica:
-                    replica._take_lora(name, laid_out)
-
-            self._on_all(take)
-            self.params_version += 1
-
-    def _on_all(self, change: Callable[[int], object]) -> None:
-        """Makes a change on every replica; after an interrupt, makes it again on all, so that no replica lacks it."""
-        try:
-            for at in range(self.num_replicas):
-                change(at)
-        except FerrumError:
-            raise
-        except BaseException:
-            for at in range(self.num_replicas):
-                with contextlib.suppress(FerrumError):
-                    change(at)
-            raise
-
-    def _settle(self) -> None:
-        for index in range(self.num_replicas):
-            with self._router.on(index) as replica:
-                replica._pipeline.settle()
-
-    def unload_lora(self, name: str) -> None:
-        """Drops an adapter and its prefixes on the replicas that have it; raises as `ModelRunner.unload_lora`."""
-        with self._life.lock, self._life:
-            having = [replica for replica in self.replicas if replica._adapters.has(name)] or self.replicas[:1]
-            for replica in having:
-                replica._adapters.check_unloadable(name)
-            self._on_all(lambda at: self.replicas[at]._adapters.has(name) and self.replicas[at].unload_lora(name))
-
-    def warmup(self, **options: bool) -> None:
-        """As `ModelRunner.warmup`, for every replica in turn."""
-        with self._life.lock, self._life:
-            for replica in self.replicas:
-                replica.warmup(**options)
-
-    @outside_meshes()
-    def set_params(self, params: NewParams, *, keep_sequences: KeptSequences = False) -> None:
-        """Serves new weights on every replica, as copies on all but the first; raises as `ModelRunner.set_params`."""
-        with self._life.lock:
-            self._life.check_not_closed()
-            self._life.check_not_failed()
-            for replica in self.replicas:
-                replica._pipeline.check_live("new weights are set", keep_sequences)
-            first, *others = self.replicas
-            if callable(params):
-                first._device.check_params_live()
-                params = params(jax.tree.map(lambda leaf: leaf, self.params))
-            if any(replica._pipeline.table.cache_ids for replica in self.replicas):
-                with self._life:
-                    self._settle()
-            checked = [first._device.check_params(params)]
-            if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
-                params = checked[0]  # whole, so that they are joined once
-            checked += [self._copied(params, replica) for replica in others]  # before any replica changes
-            self.params_version += 1
-            for replica in self.replicas:
-                replica._pipeline.table.invalidate_prefixes()
-                replica.params_version += 1
-            self._on_all(lambda at: self.replicas[at]._device.set_params(checked[at]))
+    def _checked_params(self, params: ParamTree) -> list[ParamTree]:
+        first, *others = self.replicas
+        checked = [first._device.check_params(params)]
+        if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
+            params = checked[0]  # whole, so that they are joined once
+        return checked + [self._copied(params, replica) for replica in others]
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
         try:

@@ -42,8 +42,8 @@ def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], 
     )
     before = {key: _num_blocks(table, key) for key in targets}
     later = sum(max(0, table.num_blocks(admissions[key]) - held) for key, held in before.items())
-    pool.check_enough_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
-    if transaction.num_copies:
+    pool.check_enough_free(max(transaction.num_new_blocks, later + len(transaction.copied_ids)), len(targets))
+    if transaction.copied_ids:
         pipeline.programs.get(CopyKey(pipeline.plan.buckets.max_copies))
 
     def reserve() -> KvSlotReservation:

@@ -126,7 +126,7 @@ class ReplicaRouter:
                 taken = needed - known + resting
                 is_open = index not in self.short
                 fits = slots[index] > 0 and blocks[index] >= taken
-                ranks.append((fits and is_open, fits, is_open, known, blocks[index], -index, taken))
+                ranks.append((fits and is_open, fits, is_open, known, blocks[index], slots[index], -index, taken))
             *_, negated, taken = max(ranks)
             found[cache_id] = best = -negated
             slots[best] -= 1

@@ -12,23 +12,20 @@ from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.answers import Captured, TokenScores
-from ferrum_jax.contract.checks import check_cache_id, check_flag, check_given, check_int
+from ferrum_jax.contract.checks import check_cache_id, check_count, check_flag, check_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
 from ferrum_jax.contract.slots import KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import LlmRuntimeConfig
-from ferrum_jax.executor import describe, multi_step, reservations
+from ferrum_jax.executor import multi_step, reservations
 from ferrum_jax.executor import rows as check
 from ferrum_jax.executor.adaptable import Adaptable
 from ferrum_jax.executor.adapters import Adapters, KeptSequences
 from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
-    Output,
     ScheduledBatch,
-    ScheduledRow,
     TokenChoice,
 )
 from ferrum_jax.executor.counters import DecodeBatchCounters
@@ -109,11 +106,6 @@ class ModelRunner(Adaptable):
         self._life.check_not_closed()
         return self._device.undivided_params()
 
-    @property
-    def config(self) -> LlmRuntimeConfig:
-        """Sizes a scheduler needs; answers in every state."""
-        return describe.runtime_config(self.model_config)
-
     can_run_ahead, num_replicas = True, 1  # rows may take tokens that the host has not read; see executor/replicas.py
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
@@ -134,12 +126,12 @@ class ModelRunner(Adaptable):
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
         with self._life.lock, self._life:
-            return self._pipeline.execute([self._appended(cache_id, tokens, LAST_LOGITS)]).result()[0]
+            return self._pipeline.execute([check.appended_row(cache_id, tokens, LAST_LOGITS, *self._known)]).result()[0]
 
     def decode(self, cache_id: str, token: int, pos: int) -> Logits:
         """Appends one token at position `pos`, which must be the cache's length; returns `[vocab]`."""
         with self._life.lock, self._life:
-            return self._pipeline.execute(self._decode_rows([(cache_id, token, pos)])).result()[0]
+            return self._pipeline.execute(check.decode_rows([(cache_id, token, pos)], None, *self._known)).result()[0]
 
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
         """Decodes one token of each sequence in one forward, answers in the same order."""
@@ -149,7 +141,7 @@ class ModelRunner(Adaptable):
         """As `decode_batch`, which always computes all logits; the flag is counted."""
         with self._life.lock, self._life:
             forced = check_flag("force_full_logits", force_full_logits)
-            logits = self._pipeline.execute(self._decode_rows(batch)).result()
+            logits = self._pipeline.execute(check.decode_rows(batch, None, *self._known)).result()
             self._count_decodes(len(logits), forced=forced)
             return logits
 
@@ -158,20 +150,20 @@ class ModelRunner(Adaptable):
     ) -> list[Logits | int]:
         """As `decode_batch`; for greedy rows, only the token id is copied to the host."""
         with self._life.lock, self._life:
-            check_given("policies", policies)
-            answers = self._pipeline.execute(self._decode_rows(batch, policies)).result()
+            check_count("policies", policies)
+            answers = self._pipeline.execute(check.decode_rows(batch, policies, *self._known)).result()
             self._count_decodes(len(answers))
             return [_answer(one) for one in answers]
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i."""
         with self._life.lock, self._life:
-            return self._pipeline.execute([self._appended(cache_id, tokens, ALL_LOGITS)]).result()[0]
+            return self._pipeline.execute([check.appended_row(cache_id, tokens, ALL_LOGITS, *self._known)]).result()[0]
 
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
         """As `forward_verify` for several sequences, as many in one step as `verify_blocks` allow."""
         with self._life.lock, self._life:
-            batch = check.verify_rows(rows, self._vocab_size, self._pipeline.table.length)
+            batch = check.verify_rows(rows, *self._known)
             return self._pipeline.execute(batch).result()
 
     def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
@@ -180,7 +172,7 @@ class ModelRunner(Adaptable):
         Known prefixes are not reused.
         """
         with self._life.lock, self._life:
-            batch = check.score_rows(rows, self._vocab_size, self._pipeline.table.length)
+            batch = check.score_rows(rows, *self._known)
             found = self._pipeline.execute(batch).result()
             return [TokenScores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
 
@@ -200,7 +192,7 @@ class ModelRunner(Adaptable):
         with self._life.lock, self._life:
             cfg = self.model_config
             asked, (states, weights) = check_points(points, cfg), hidden_points(hidden, attention_weights, cfg)
-            row = self._appended(cache_id, tokens, ALL_LOGITS)
+            row = check.appended_row(cache_id, tokens, ALL_LOGITS, *self._known)
             row = row._replace(capture=tuple(sorted({*asked, *states, *weights})))
             found = self._pipeline.execute([row]).result()[0]
             if not row.capture:
@@ -241,15 +233,15 @@ class ModelRunner(Adaptable):
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
         with self._life.lock, self._life:
-            return self._pipeline.execute(self._unified_rows(items)).result()
+            return self._pipeline.execute(check.unified_rows(items, None, *self._known)).result()
 
     def unified_forward_with_logits_policy(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`; for greedy rows, only the token id is copied to the host."""
         with self._life.lock, self._life:
-            check_given("policies", policies)
-            answers = self._pipeline.execute(self._unified_rows(items, policies)).result()
+            check_count("policies", policies)
+            answers = self._pipeline.execute(check.unified_rows(items, policies, *self._known)).result()
             return [_answer(one) for one in answers]
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
@@ -369,7 +361,8 @@ class ModelRunner(Adaptable):
             drafts = drafts or bool(self.plan.spec_tokens)
             more += self.plan.buckets.masks(drafts=drafts) if masks else []
             more += self.plan.buckets.processed_scores() if scores else []
-            self._programs.warmup([*self.plan.declared(drafts=drafts), *more], bar, load=load)
+            for one in self._pipelines:
+                one.programs.warmup([*self.plan.declared(drafts=drafts), *more], bar, load=load)
 
     @outside_meshes()
     def set_params(self, params: NewParams, *, keep_sequences: KeptSequences = False) -> None:
@@ -400,17 +393,24 @@ class ModelRunner(Adaptable):
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
-            self._pipeline.check_live("new weights are set", keep_sequences)
+            for one in self._pipelines:
+                one.check_live("new weights are set", keep_sequences)
             if callable(params):
-                self._device.check_params_live()
+                self._pipelines[0].device.check_params_live()
                 params = params(jax.tree.map(lambda leaf: leaf, self.params))  # a tree of its own
-            params = self._device.check_params(params)
-            if self._pipeline.table.cache_ids:
+            checked = dict(zip(self._pipelines, self._checked_params(params), strict=True))
+            if any(one.table.cache_ids for one in self._pipelines):
                 with self._life:
-                    self._pipeline.settle()
-            self._pipeline.table.invalidate_prefixes()
+                    for one in self._pipelines:
+                        one.settle()
+            for one in self._pipelines:
+                one.table.invalidate_prefixes()
             self.params_version += 1  # before the weights change: an interrupt must leave a new version
-            self._device.set_params(params)
+            self._on_all(lambda one: one.device.set_params(checked[one]))
+
+    def _checked_params(self, params: ParamTree) -> list[ParamTree]:
+        """Returns new parameters for each replica, on its devices."""
+        return [self._device.check_params(params)]
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""
@@ -464,14 +464,10 @@ class ModelRunner(Adaptable):
             self._device.drop()
             self._programs.drop()
 
-    def _appended(self, cache_id: str, tokens: Sequence[int], output: Output) -> ScheduledRow:
-        return check.appended_row(cache_id, tokens, output, self._vocab_size, self._pipeline.table.length)
-
-    def _decode_rows(self, batch: Sequence[DecodeRow], policies: check.Policies = None) -> list[ScheduledRow]:
-        return check.decode_rows(batch, policies, self._vocab_size, self._pipeline.table.length)
-
-    def _unified_rows(self, items: Sequence[UnifiedRow], policies: check.Policies = None) -> list[ScheduledRow]:
-        return check.unified_rows(items, policies, self._vocab_size, self._pipeline.table.length)
+    @property
+    def _known(self) -> tuple[int, check.Length]:
+        """What checks of rows need: the size of the vocabulary, and a function for a sequence's length."""
+        return self._vocab_size, self._pipeline.table.length
 
     def _count_decodes(self, num_rows: int, *, forced: bool = False) -> None:
         if num_rows:

@@ -5,7 +5,7 @@ themselves, so a hit has compared all of them. Zheng et al. 2024, "SGLang", sect
 "PagedAttention", section 4.4 (shared blocks).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 
@@ -63,7 +63,7 @@ class PrefixIndex:
             return []
         assert entry.parent is not None
         entry.parent.children.pop(entry.tokens, None)
-        return self._drop(_below(entry))
+        return self._drop(entry)
 
     def forget_all(self) -> list[int]:
         """Drops every entry; returns their blocks."""
@@ -72,21 +72,16 @@ class PrefixIndex:
     def forget_adapter(self, adapter: Hashable) -> list[int]:
         """Drops every entry under an adapter; returns their blocks."""
         root = self._roots.pop(adapter, None)
-        return [] if root is None else self._drop(_below(root))
+        return [] if root is None else self._drop(root)
 
-    def _drop(self, entries: Iterator[PrefixEntry]) -> list[int]:
-        dropped = list(entries)
-        blocks = [entry.block for entry in dropped if entry.block >= 0]
-        for entry in dropped:
+    def _drop(self, top: PrefixEntry) -> list[int]:
+        """Empties an entry and all below it; returns their blocks."""
+        blocks, stack = [], [top]
+        while stack:
+            entry = stack.pop()
+            stack += entry.children.values()
             entry.children.clear()
-        for block in blocks:
-            self._by_block.pop(block, None)
+            if entry.block >= 0:
+                blocks.append(entry.block)
+                self._by_block.pop(entry.block, None)
         return blocks
-
-
-def _below(entry: PrefixEntry) -> Iterator[PrefixEntry]:
-    stack = [entry]
-    while stack:
-        top = stack.pop()
-        yield top
-        stack.extend(top.children.values())

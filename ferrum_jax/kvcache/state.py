@@ -264,7 +264,7 @@ def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Arr
 
 
 def gather_sequence(
-    kv: KvState[jax.Array], layer: Int[Array, ""], table: Int[Array, " M"]
+    kv: KvState[jax.Array], layer: int | Int[Array, ""], table: Int[Array, " M"]
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
     """Copies one layer's keys and values out of a sequence's blocks, in the order of its positions."""
     k, v = read(kv, layer, table)  # [M, K, H, C], [M, K, C, H]

@@ -110,11 +110,6 @@ class KvTransaction:
         return sum([row.new_blocks + row.copies for row in self._changed])
 
     @property
-    def num_copies(self) -> int:
-        """Blocks that must be copied before the step."""
-        return sum([row.copies for row in self._changed])
-
-    @property
     def copied_ids(self) -> list[str]:
         """The sequences whose last block is copied."""
         return [row.cache_id for row in self._changed if row.copies]

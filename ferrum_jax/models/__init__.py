@@ -2,8 +2,7 @@
 
 import jax
 
-from ferrum_jax.config import DTYPES, ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec as cache_spec
@@ -13,7 +12,7 @@ from ferrum_jax.models.hooks import Intervention as Intervention
 from ferrum_jax.models.hooks import Point as Point
 from ferrum_jax.models.hooks import replace_with as replace_with
 from ferrum_jax.models.quantisation import Format as Format
-from ferrum_jax.models.quantisation import choose_formats
+from ferrum_jax.models.quantisation import choose_formats, float_dtype
 from ferrum_jax.models.quantisation import dequantise as dequantise
 from ferrum_jax.models.quantisation import quantise as quantise
 from ferrum_jax.models.registry import family as family
@@ -37,20 +36,12 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, qua
 
     With `quantize`, each matrix is drawn in float32 and quantised before the next: only one is in memory in float32.
     """
-    try:
-        is_known = jax.numpy.dtype(dtype).name in DTYPES
-    except (TypeError, ValueError):
-        is_known = False
-    if not is_known:
-        raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, expected one of {', '.join(DTYPES)}")
-    plain = family(cfg).param_specs(cfg)
-    if quantize is None:
-        return specs.initialise(plain, key, dtype)
-    formats = choose_formats(cfg, quantize)
+    dtype = float_dtype(dtype, "expected one of").name
+    formats = {} if quantize is None else choose_formats(cfg, quantize)
 
     def draw(name: str, spec: specs.ParamSpec) -> jax.Array | QuantisedWeight:
         if name not in formats:
             return specs.draw(name, spec, key, dtype)
         return quantise_weight(specs.draw(name, spec, key, "float32"), formats[name].dtype, formats[name].groups)
 
-    return specs.map_specs(draw, plain)
+    return specs.map_specs(draw, family(cfg).param_specs(cfg))

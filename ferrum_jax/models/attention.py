@@ -86,10 +86,6 @@ def self_attention(
     Norms of queries and keys are over each head (`cfg.qk_norm`) or over all heads of a token together. With `shards`,
     the heads are this device's, and the output is this device's term of a sum over devices.
     """
-
-    def normed(y: jax.Array, name: str) -> jax.Array:
-        return norm(y, block[name]["weight"], cfg.rms_norm_eps) if name in block else y
-
     num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
     parts = project_all(x, block, lora, "qkv_proj", ("q_proj", "k_proj", "v_proj"), num_heads)
     projected = {
@@ -103,7 +99,7 @@ def self_attention(
         k = wide_rms_norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps, of_k)
     q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in (q, k, v))
     if cfg.qk_norm:
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+        q, k = (norm(y, block[name]["weight"], cfg.rms_norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
     if kv is None:
         q, k = rotate(q, *context.rope), rotate(k, *context.rope)
     else:

@@ -136,18 +136,13 @@ def layout_for(cfg: ModelConfig, attention: str) -> str:
     return best
 
 
-def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
-    """Whether a backend can use each layer's window, which is traced in one loop over layers with different windows."""
-    return attention in ("xla", "cpu") or layout != SCANNED or len(set(cfg.layer_windows)) == 1
-
-
 def _obstacle(
     attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int, layout: str | None
 ) -> str | None:
     """Returns why a backend cannot serve a model; None if it can."""
     if attention == "xla":
         return None
-    if not _takes_window(attention, cfg, layout):
+    if attention != "cpu" and layout == SCANNED and len(set(cfg.layer_windows)) > 1:
         return "the layers have different windows, which one loop over them (layout 'scanned') cannot pass to it"
     if attention == "cpu":
         return obstacle_of_kernels(cfg, dtype)

@@ -171,10 +171,6 @@ def _merged(runs: Sequence[Run]) -> Runs:
     return tuple(found)
 
 
-def _length(runs: Runs) -> int:
-    return sum(count for _, count in runs)
-
-
 def take(array: Any, dim: int, runs: Runs) -> Any:
     """Concatenates runs of one dimension, with zeros for padding; returns the array itself if they are all of it."""
     if runs == ((0, array.shape[dim]),):
@@ -204,7 +200,8 @@ def group_size(columns: int, groups: int, split: DimSplit, *, unit: int) -> int:
     if found % unit:
         raise UnsupportedError(
             f"packed weights in groups of {size} columns cannot be divided: a device's share of {columns} columns is "
-            f"{_length(split.parts[0])}, {unit} must divide it and a group's size; quantize='none' dequantises them"
+            f"{sum(count for _, count in split.parts[0])}, {unit} must divide it and a group's size; quantize='none' "
+            "dequantises them"
         )
     return found
 
@@ -271,11 +268,7 @@ def _in_groups(split: DimSplit, size: int) -> DimSplit:
 
 def _weight_spec(spec: QuantisedWeight[ParamSpec]) -> ParamSpec:
     """Spec of a quantised weight's values with one column for each number, packed or not."""
-    return replace(spec.values, shape=(*spec.values.shape[:-1], spec.values.shape[-1] * _packing(spec)))
-
-
-def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
-    return 2 if spec.values.dtype == "uint8" else 1
+    return replace(spec.values, shape=spec.shape)
 
 
 def _is_reader(leaf: Any) -> bool:
@@ -382,11 +375,6 @@ def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
     return jax.tree.map(lambda own, leaf: replace(own, shape=leaf.shape), spec, there, is_leaf=is_spec)
 
 
-def _has_one_scale(spec: QuantisedWeight[ParamSpec]) -> bool:
-    """Whether all columns share a scale, so that the mesh divides none of its groups."""
-    return spec.scales is not None and spec.scales.shape[-1] == 1 and _packing(spec) == 1
-
-
 def specs_of_one(specs: ParamTree, division: Division) -> ParamTree:
     """Specs of the parts that one device holds."""
 
@@ -413,6 +401,7 @@ def partitions(specs: ParamTree, division: Division) -> ParamTree:
 def _partition(spec: Spec | None, axes: Sequence[Any]) -> Any:
     if not isinstance(spec, QuantisedWeight):
         return None if spec is None else PartitionSpec(*axes)
-    own = (*axes[:-1], None) if _has_one_scale(spec) else axes
+    has_one = spec.scales is not None and spec.scales.shape[-1] == 1 and not is_packed(spec)
+    own = (*axes[:-1], None) if has_one else axes  # the mesh divides no group
     scales, offsets, high = _partition(spec.scales, own), _partition(spec.offsets, own), _partition(spec.high, axes)
     return QuantisedWeight(values=PartitionSpec(*axes), scales=scales, offsets=offsets, high=high)

@@ -16,7 +16,7 @@ from ferrum_jax.models.hooks import NO_TAPS, Taps
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.linear import linear, vocabulary_logits
-from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, shares_of, swiglu, weigh_experts
+from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, swiglu, weigh_experts
 from ferrum_jax.ops.shards import WHOLE, Shards, first_expert
 
 BlockOutput = tuple[jax.Array, dict[str, Any]]  # [X, D], and captures by name of hook point
@@ -83,25 +83,39 @@ def mix_experts(
     Here and below, with `shards` the output is this device's term of a sum over the devices that divide the experts.
     """
     logits = taps.changed("router_logits", linear(x, block["gate"]["weight"]))
-    chosen, shares, captured = _route(logits, experts, taps)
+    chosen, shares, captured = route(logits, experts, taps)
     return _swiglu_experts(block, x, chosen, shares, names, shards), captured
 
 
-def _route(logits: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns each token's experts and their shares, after interventions, and the captured arrays."""
-    chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
+def route(
+    logits: jax.Array, experts: ExpertsConfig, taps: Taps = NO_TAPS, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Returns each token's experts and their shares, float32, after interventions, and the captured arrays.
+
+    Shares are scores among all experts or, with `norm_topk_prob`, among the chosen ones; `bias` is added to the scores
+    for the choice alone. Intervened ids of no expert become 0, with the share NaN.
+    """
+    is_sigmoid, wide = experts.scoring_func == "sigmoid", logits.astype(jnp.float32)
+    scores = jax.nn.sigmoid(wide) if is_sigmoid else jax.nn.softmax(wide, axis=-1)
+    chosen = choose_in_groups(
+        scores if bias is None else scores + bias,
+        experts.num_experts_per_tok,
+        num_groups=experts.n_group,
+        num_kept=experts.topk_group,
+        num_best=2 if is_sigmoid else 1,
+    )
+    is_known = None
     if taps.changes("expert_indices"):
-        chosen, is_known = _replaced(chosen, experts, taps)
-        shares = jnp.where(is_known, shares_of(logits, chosen, renormalise=experts.norm_topk_prob), jnp.nan)
-    shares = taps.changed("expert_weights", shares)
+        chosen = taps.changed("expert_indices", chosen)
+        is_known = (chosen >= 0) & (chosen < experts.num_experts)
+        chosen = jnp.where(is_known, chosen, 0)
+    shares = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.norm_topk_prob:
+        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
+    if is_known is not None:
+        shares = jnp.where(is_known, shares, jnp.nan)
+    shares = taps.changed("expert_weights", shares * experts.routed_scaling_factor)
     return chosen, shares, taps.captured(router_logits=logits, expert_indices=chosen, expert_weights=shares)
-
-
-def _replaced(chosen: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.Array, jax.Array]:
-    """Returns expert ids after interventions, and where these are of experts; other ids become 0."""
-    chosen = taps.changed("expert_indices", chosen)
-    is_known = (chosen >= 0) & (chosen < experts.num_experts)
-    return jnp.where(is_known, chosen, 0), is_known
 
 
 def _swiglu_experts(
@@ -148,26 +162,8 @@ def deepseek_experts(
     DeepSeek-AI 2024, "DeepSeek-V2" (section 2.2) and "DeepSeek-V3" (section 2.1.2).
     """
     logits = taps.changed("router_logits", vocabulary_logits(x, block["gate"]["weight"]))
-    is_corrected = experts.scoring_func == "sigmoid"
-    scores = jax.nn.sigmoid(logits) if is_corrected else jax.nn.softmax(logits, axis=-1)
-    chosen = choose_in_groups(
-        scores + block["gate"]["e_score_correction_bias"] if is_corrected else scores,
-        experts.num_experts_per_tok,
-        num_groups=experts.n_group,
-        num_kept=experts.topk_group,
-        num_best=2 if is_corrected else 1,
-    )
-    is_known = None
-    if taps.changes("expert_indices"):
-        chosen, is_known = _replaced(chosen, experts, taps)
-    shares = jnp.take_along_axis(scores, chosen, axis=1)
-    if is_known is not None:
-        shares = jnp.where(is_known, shares, jnp.nan)
-    if experts.norm_topk_prob:
-        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
-    shares = taps.changed("expert_weights", shares * experts.routed_scaling_factor)
+    chosen, shares, captured = route(logits, experts, taps, block["gate"].get("e_score_correction_bias"))
     routed = _swiglu_experts(block, x, chosen, shares, NAMES, shards)
-    captured = taps.captured(router_logits=logits, expert_indices=chosen, expert_weights=shares)
     return routed + gated_mlp(block["shared_experts"], None, x)[0], captured
 
 
@@ -192,7 +188,7 @@ def gpt_oss_experts(
 ) -> BlockOutput:
     """Mixes experts with a clamped SwiGLU. OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2."""
     logits = taps.changed("router_logits", linear(x, block["router"]["weight"], block["router"]["bias"]))
-    chosen, shares, captured = _route(logits, experts, taps)
+    chosen, shares, captured = route(logits, experts, taps)
     first = first_expert(block["experts"]["down_proj"].shape[0], shards)
     return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts), first), captured
 

@@ -26,7 +26,6 @@ from ferrum_jax.models.specs import (
     is_spec,
     is_weight_spec,
     map_specs,
-    name_of,
     named_leaves,
     shape_of_numbers,
 )
@@ -139,19 +138,14 @@ def layout_of(params: ParamTree) -> str:
 def check_names(params: ParamTree, cfg: ModelConfig) -> None:
     """Raises InvalidParameterError unless a tree, in any layout, has exactly the parameter names of a model."""
     wanted = dict.fromkeys(named_leaves(recipes(cfg, _likely_layout(params))))
-    _check_alike(dict.fromkeys(_leaves(params)), wanted, cfg)
+    _check_alike(dict.fromkeys(named_leaves(params, is_quantised)), wanted, cfg)
 
 
 def check_shapes(params: ParamTree, cfg: ModelConfig) -> None:
     """As `check_names`, and raises InvalidParameterError unless every parameter has the shape of the model's."""
     specs = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, _likely_layout(params)))
-    given = {name: shape_of_numbers(leaf) for name, leaf in _leaves(params).items()}
+    given = {name: shape_of_numbers(leaf) for name, leaf in named_leaves(params, is_quantised).items()}
     _check_alike(given, {name: str(list(spec.shape)) for name, spec in specs.items()}, cfg)
-
-
-def _leaves(params: ParamTree) -> dict[str, Any]:
-    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    return {name_of(path): leaf for path, leaf in paths}
 
 
 def _likely_layout(params: ParamTree) -> str:

@@ -1,5 +1,6 @@
 """Parameter trees with quantised weights: their formats, specs and values."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,14 +181,12 @@ def quantise(
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
 
 
-def _wide_dtype(dtype: Any) -> jnp.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
-        raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, weights are dequantised to {' or '.join(DTYPES)}")
-    return found
+def float_dtype(dtype: Any, expected: str) -> jnp.dtype:
+    """Returns the dtype of plain parameters; raises InvalidParameterError for another."""
+    with contextlib.suppress(TypeError, ValueError):
+        if (found := jnp.dtype(dtype)).name in DTYPES:
+            return found
+    raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, {expected} {' or '.join(DTYPES)}")
 
 
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
@@ -196,7 +195,7 @@ def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
     Raises:
         InvalidParameterError: `dtype` is not a floating-point type of at least 16 bits.
     """
-    wanted = activation_dtype(params) if dtype is None else _wide_dtype(dtype)
+    wanted = activation_dtype(params) if dtype is None else float_dtype(dtype, "weights are dequantised to")
 
     def plain(leaf: Any) -> Any:
         if not is_quantised(leaf):

@@ -43,28 +43,21 @@ def frequencies(cfg: ModelConfig) -> Frequencies:
         scaled = rope.yarn_frequencies(
             plain, cfg.rope_theta, scaling.factor, original, scaling.beta_fast, scaling.beta_slow, scaling.truncate
         )
-        return scaled, _yarn_magnitude(cfg)
+        return scaled, _magnitude(scaling, original)
     if scaling.rope_type == "longrope":
         divisors = scaling.long_factor if scaling.is_long else scaling.short_factor
-        return plain / np.asarray(divisors, np.float32), _longrope_magnitude(scaling, original)
+        return plain / np.asarray(divisors, np.float32), _magnitude(scaling, original)
     raise UnsupportedError(f"rope scaling {scaling} is not implemented")
 
 
-def _longrope_magnitude(scaling: RopeScaling, original: int) -> float:
+def _magnitude(scaling: RopeScaling, original: int) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
-
-
-def _yarn_magnitude(cfg: ModelConfig) -> float:
-    scaling = cfg.rope_scaling
-    assert scaling is not None
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
+    if scaling.factor <= 1:
+        return 1.0
+    log = math.log(scaling.factor)
+    if scaling.rope_type == "longrope":
+        return math.sqrt(1 + log / math.log(original))
     if scaling.mscale and scaling.mscale_all_dim:
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return magnitude(1.0)
+        return (0.1 * scaling.mscale * log + 1.0) / (0.1 * scaling.mscale_all_dim * log + 1.0)
+    return 0.1 * log + 1.0

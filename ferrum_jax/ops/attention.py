@@ -120,13 +120,9 @@ def cached_keys(
     kv: KvState[jax.Array], layer: int | Int[Array, ""], rows: Rows[jax.Array]
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """Copies a layer's keys and values at the S = M * C positions of each row's block table; 0 past its tokens."""
-    size = state.block_size(kv)
-    k, v = state.read(kv, layer, rows.tables.reshape(-1))  # [B * M, K, H, C] and [B * M, K, C, H]
-    batch, columns = rows.tables.shape
-    k, v = (side.reshape(batch, columns, *side.shape[1:]) for side in (k, v))
-    k = k.transpose(0, 1, 4, 2, 3).reshape(batch, columns * size, k.shape[2], k.shape[3])
-    v = v.transpose(0, 1, 3, 2, 4).reshape(batch, columns * size, v.shape[2], v.shape[4])
-    written = jnp.arange(columns * size, dtype=jnp.int32) < (rows.lengths + rows.counts)[:, None]
+    k, v = state.gather_sequence(kv, layer, rows.tables.reshape(-1))  # [B * S, K, H] each
+    k, v = (side.reshape(len(rows.tables), -1, *side.shape[1:]) for side in (k, v))
+    written = jnp.arange(k.shape[1], dtype=jnp.int32) < (rows.lengths + rows.counts)[:, None]
     k, v = (jnp.where(written[..., None, None], side, jnp.zeros((), side.dtype)) for side in (k, v))
     return k, v
 

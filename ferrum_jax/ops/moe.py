@@ -24,7 +24,7 @@ from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
-from ferrum_jax.ops.quantised import Weight, is_quantised
+from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.ops.shards import local_ids
 from ferrum_jax.sharding.types import vary_like
 
@@ -41,24 +41,6 @@ class _Tiles(NamedTuple):
     experts: jax.Array  # int32 [tiles]
     is_used: jax.Array  # bool [tiles]
     row_of_choice: jax.Array  # int32 [A], counted over all tiles
-
-
-def route(
-    logits: Float[Array, "X E"], num_chosen: int, *, renormalise: bool
-) -> tuple[Int[Array, "X U"], Float[Array, "X U"]]:
-    """Chooses each token's likeliest experts; returns their ids, likeliest first, and their shares, float32.
-
-    Shares are probabilities among all experts or, renormalised, among the chosen ones: the softmax of their logits. Of
-    equal logits the lower id is chosen.
-    """
-    shares, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), num_chosen)
-    return chosen, shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
-
-
-def shares_of(logits: Float[Array, "X E"], chosen: Int[Array, "X U"], *, renormalise: bool) -> Float[Array, "X U"]:
-    """Returns the shares, float32, that `route` would give to experts that were chosen in another way."""
-    shares = jnp.take_along_axis(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), chosen, axis=1)
-    return shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
 
 
 def choose_in_groups(
@@ -105,7 +87,7 @@ def weigh_experts(
     """
     weights = jax.tree.leaves(stacks, is_leaf=_is_weight)
     chosen, is_here = local_ids(chosen, weights[0].shape[0], first)
-    matrices = [_stack_of(leaf) for leaf in weights if len(leaf.shape) == 3]
+    matrices = [leaf.stack if isinstance(leaf, StackedWeight) else leaf for leaf in weights if len(leaf.shape) == 3]
     if all(native.can_multiply(x, stack, native.MOST_ROWS // chosen.shape[1]) for stack in matrices):
         outs = _outputs_of_kernels(expert, x, chosen, stacks)
     elif chosen.size > _tiles_at_once(stacks) and all(experts_triton.can_multiply(x, stack) for stack in matrices):
@@ -121,10 +103,6 @@ def weigh_experts(
 
 def _is_weight(leaf: Any) -> bool:
     return is_quantised(leaf) or isinstance(leaf, StackedWeight)
-
-
-def _stack_of(weight: Weight | StackedWeight) -> Weight:
-    return weight.stack if isinstance(weight, StackedWeight) else weight
 
 
 def _alone(leaf: Any) -> Any:

@@ -1,9 +1,8 @@
 """A model on a mesh of devices: what fits, how long a step takes at least, and what limits it."""
 
-from collections.abc import Iterator
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ from ferrum_jax.ops.moe import GATHERED
 from ferrum_jax.planning.machines import Machine
 from ferrum_jax.planning.subject import Subject
 from ferrum_jax.planning.work import Collectives, Work, numbers_of, spec_bytes, step_collectives, step_work
+from ferrum_jax.sharding.devices import AMPLE
 
 MEMORY_SHARE = 0.9  # of a device's memory that JAX may take; the rest is the runtime's and the collectives'
 STEP_TOKENS = 2048  # of prompts in a step, the engine's own default on accelerators
 DEFAULT_ROWS, DEFAULT_CONTEXT = 64, 8192
-AMPLE = 1 << 60  # bytes, where memory is not the question
 MOST_SEQUENCES = 1 << 16  # that an engine takes
 show_bytes = partial(decimal, precision=2)
 KINDS = ("vocabulary", "attention", "feed-forward", "experts", "norms and routers")
@@ -319,30 +318,19 @@ def most_sequences(deployment: Deployment, free_bytes: int) -> int:
 
 
 def _advice(deployment: Deployment, temporary_bytes: int | None) -> str:
-    """Names the smallest meshes on which the load fits, as the end of a message."""
-    found = list(islice((other.mesh for other in _larger(deployment) if _fits(other, temporary_bytes)), 2))
+    """Names the smallest larger meshes on which the load fits, as the end of a message."""
+    found, model = list[str](), 2 * deployment.model
+    while len(found) < 2 and deployment.expert * model <= deployment.subject.cfg.num_attention_heads:
+        with contextlib.suppress(FerrumError):  # nothing connects so many, or the model cannot be divided so
+            other = replace(deployment, model=model)
+            taken = sum(parameter_bytes(other).values()) + (temporary_bytes or 0)
+            usable = int(other.machine.memory_bytes * other.memory_share)
+            if most_sequences(other, usable - taken) >= (other.rows or 1):
+                found.append(other.mesh)
+        model *= 2
     if found:
         return f"; it fits on {' or on '.join(found)}"
     return f"; it fits on no larger mesh of {deployment.machine.name} that this model can be divided over"
-
-
-def _larger(deployment: Deployment) -> Iterator[Deployment]:
-    model = 2 * deployment.model
-    while deployment.expert * model <= deployment.subject.cfg.num_attention_heads:
-        try:
-            yield replace(deployment, model=model)
-        except ConfigError:  # nothing is known to connect so many
-            return
-        model *= 2
-
-
-def _fits(deployment: Deployment, temporary_bytes: int | None) -> bool:
-    try:
-        taken = sum(parameter_bytes(deployment).values()) + (temporary_bytes or 0)
-    except FerrumError:
-        return False
-    usable = int(deployment.machine.memory_bytes * deployment.memory_share)
-    return most_sequences(deployment, usable - taken) >= (deployment.rows or 1)
 
 
 def describe(found: Estimate) -> dict[str, str]:

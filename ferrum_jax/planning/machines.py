@@ -38,7 +38,7 @@ class Link:
     hop: float = 0.0  # seconds from one device to the next
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Machine:
     """One kind of device, and what connects several of them."""
 
@@ -76,31 +76,19 @@ def _torus(gigabits: int, links: int, chips: int) -> Link:
     return Link(name="ICI", bandwidth=2 * gigabits * GB / 8 / links, most_devices=chips, hop=1e-6)
 
 
-def _machine(platform: str, name: str, memory_bytes: int, terabytes: float, teraflops: float, *links: Link) -> Machine:
-    """One kind of device; memory in terabytes and products in teraflops, both per second."""
-    return Machine(
-        name=name,
-        platform=platform,
-        memory_bytes=memory_bytes,
-        memory_rate=terabytes * TERA,
-        bf16_rate=teraflops * TERA,
-        links=links,
-    )
-
-
 _PCIE = Link(name="PCIe 4.0 x16", bandwidth=32 * GB, most_devices=8, latency=10e-6)
 
 MACHINES: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
-        _machine("gpu", "h100", 80 * GB, 3.35, 989.5, _nvlink(4, 450 * GB), _infiniband(400)),
-        _machine("gpu", "h200", 141 * GB, 4.8, 989.5, _nvlink(4, 450 * GB), _infiniband(400)),
-        _machine("gpu", "b200", 180 * GB, 8, 2250, _nvlink(5, 900 * GB), _infiniband(400)),
-        _machine("gpu", "a100", 80 * GB, 2.039, 312, _nvlink(3, 300 * GB), _infiniband(200)),
-        _machine("gpu", "l40s", 48 * GB, 0.864, 362.05, _PCIE),
-        _machine("tpu", "v5e", 16 * GB, 0.819, 197, _torus(1600, 4, 256)),
-        _machine("tpu", "v5p", 95 * GIB, 2.765, 459, _torus(4800, 6, 6144)),
-        _machine("tpu", "v6e", 32 * GB, 1.6, 918, _torus(3200, 4, 256)),
+        Machine("h100", "gpu", 80 * GB, 3.35 * TERA, 989.5 * TERA, (_nvlink(4, 450 * GB), _infiniband(400))),
+        Machine("h200", "gpu", 141 * GB, 4.8 * TERA, 989.5 * TERA, (_nvlink(4, 450 * GB), _infiniband(400))),
+        Machine("b200", "gpu", 180 * GB, 8 * TERA, 2250 * TERA, (_nvlink(5, 900 * GB), _infiniband(400))),
+        Machine("a100", "gpu", 80 * GB, 2.039 * TERA, 312 * TERA, (_nvlink(3, 300 * GB), _infiniband(200))),
+        Machine("l40s", "gpu", 48 * GB, 0.864 * TERA, 362.05 * TERA, (_PCIE,)),
+        Machine("v5e", "tpu", 16 * GB, 0.819 * TERA, 197 * TERA, (_torus(1600, 4, 256),)),
+        Machine("v5p", "tpu", 95 * GIB, 2.765 * TERA, 459 * TERA, (_torus(4800, 6, 6144),)),
+        Machine("v6e", "tpu", 32 * GB, 1.6 * TERA, 918 * TERA, (_torus(3200, 4, 256),)),
     )
 }
 

@@ -64,7 +64,10 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         raise ConfigError(f"dtype is {safe_repr(dtype)}, expected {', '.join(known[:-1])} or {known[-1]}")
     name, fields = model.lower(), CONFIGURATIONS.get(model.lower())
     if fields is None:
-        path = Path(model).expanduser().resolve()
+        try:
+            path = Path(model).expanduser().resolve()
+        except (OSError, RuntimeError) as problem:  # no such user, or no home
+            raise ConfigError(f"{model} cannot be found: {problem}") from None
         if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
             raise UnsupportedError(f"{model} has no config.json: a plan reads that which the model was published with")
         path = path / "config.json" if path.is_dir() else path

@@ -12,6 +12,7 @@ from ferrum_jax.contract.values import Device
 
 CGROUPS = Path("/proc/self/cgroup")
 CGROUP_MOUNT = Path("/sys/fs/cgroup")
+AMPLE = 1 << 60  # bytes, where memory is not the question
 
 
 @runtime_checkable
@@ -68,13 +69,21 @@ def default_dtype(device: JaxDevice) -> str:
     return "float32" if device.platform == "cpu" else "bfloat16"
 
 
-def free_bytes(device: JaxDevice) -> int:
-    """Bytes that are free on a device now; on a CPU, those of the machine that this process's container allows."""
+def free_bytes(device: JaxDevice, *, is_needed: bool = True) -> int:
+    """Bytes that are free on a device now; on a CPU, those of the machine that this process's container allows.
+
+    `AMPLE` for a device that does not report it, where that is not needed.
+
+    Raises:
+        DeviceError: it is needed, and the device does not report it.
+    """
     if device.platform == "cpu":
         available, allowed = psutil.virtual_memory().available, allowed_bytes()
         return available if allowed is None else min(available, allowed)
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
+        if not is_needed:
+            return AMPLE
         raise DeviceError(f"{device} does not report its free memory: give kv_blocks")
     return stats["bytes_limit"] - stats["bytes_in_use"]
 

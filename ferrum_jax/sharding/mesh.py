@@ -108,11 +108,11 @@ class Placement:
         spread.__name__ = getattr(function, "__name__", "spread")
         return spread
 
-    def free_bytes(self) -> int:
+    def free_bytes(self, *, is_needed: bool = True) -> int:
         """Memory that is free on this process's fullest device; devices of a CPU share the machine's."""
         if self.first.platform == "cpu":
             return free_bytes(self.first) // self.num_sharing
-        return min(free_bytes(device) for device in self.local)
+        return min(free_bytes(device, is_needed=is_needed) for device in self.local)
 
 
 def joined(array: jax.Array, device: JaxDevice | None = None) -> jax.Array:

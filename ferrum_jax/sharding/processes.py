@@ -306,10 +306,10 @@ def open_channel(count: int, index: int, seconds: float = START_SECONDS) -> Chan
 
 def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
     token, peers, names = secrets.token_hex(32), {}, {}
-    try:
-        listener = socket.create_server((host, 0))
-    except OSError:  # not an address of this host itself, but one that others reach it by
-        listener = socket.create_server(("", 0))
+    if host in ("127.0.0.1", "localhost") or not socket.has_dualstack_ipv6():
+        listener = socket.create_server((host if host in ("127.0.0.1", "localhost") else "", 0))
+    else:  # every address, as JAX's coordinator: on this host its own name may stand for the loopback
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     with listener:
         store.key_value_set(KEY, json.dumps({"port": listener.getsockname()[1], "token": token}))
         deadline = time.monotonic() + seconds

@@ -87,7 +87,7 @@ def with_auto_axes(function: Callable[..., T], *arguments: Any, out_specs: Any, 
     mesh = explicit_mesh(*arguments) if mesh is None else mesh
     if mesh is None:
         return function(*arguments)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_partition)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
     compute: Any = jax.sharding.auto_axes(function, axes=explicit_axes(mesh), out_sharding=shardings)
     return compute(*arguments)
 
@@ -111,8 +111,3 @@ def take(array: Any, at: int | slice) -> Any:
     shape = array.shape[1:] if isinstance(at, int) else (len(range(*at.indices(len(array)))), *array.shape[1:])
     out = dividing(shape, spec[1:] if isinstance(at, int) else spec, mesh)
     return with_auto_axes(lambda own: own[at], array, out_specs=out, mesh=mesh)
-
-
-def is_partition(leaf: Any) -> bool:
-    """True for a partition spec: an `is_leaf` for `jax.tree`."""
-    return isinstance(leaf, PartitionSpec)

@@ -141,7 +141,8 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
         raise ConfigError(f"the rules leave out a part of {listed(short, ', ')}")
     if like is None:
         return unflatten_dict(found, sep=".")
-    check_no_problems("this tree has other leaves", differences(_shapes(named_leaves(like)), shapes))
+    given = {name: list(jnp.shape(leaf)) for name, leaf in named_leaves(like).items()}
+    check_no_problems("this tree has other leaves", differences(given, shapes))
     return jax.tree_util.tree_map_with_path(lambda path, _: found[name_of(path)], like)
 
 
@@ -164,7 +165,10 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     apart = stored_apart(specs, flat)
     given = {name: leaf for name, leaf in flat.items() if name not in needless}
     found = {name: shape_of_numbers(leaf) for name, leaf in given.items()}
-    wanted = {name: str(_stored_shape(spec)) for name, spec in specs_apart(specs, apart).items()}
+    wanted = {
+        name: str([size for _, size in sorted(zip(spec.stored or range(len(spec.shape)), spec.shape, strict=True))])
+        for name, spec in specs_apart(specs, apart).items()
+    }
     check_no_problems(f"these are not the tensors of this {cfg.model_type}", differences(found, wanted))
     head, embeddings = flat.get("lm_head.weight"), flat["model.embed_tokens.weight"]
     if cfg.tie_word_embeddings and head is not None and not _are_same(head, embeddings):
@@ -230,6 +234,8 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
     if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
         raise ConfigError(f"{safe_repr(wrong[0])} is no Rule")
     read = [(rule, _compiled(rule), *_read(rule)) for rule in rules]
+    heads, keys, size, layers = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim, cfg.num_hidden_layers
+    known = {"N": heads, "K": keys, "H": size, "L": layers}
     moves: list[Move] = []
     left_out: list[str] = []
     for name, spec in specs.items():
@@ -239,7 +245,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
             match = expression.fullmatch(name)
             if match is None or covered == math.prod(spec.shape):
                 continue
-            sizes = _fit(rule, name, ours, spec.shape, _sizes(cfg) | given)
+            sizes = _fit(rule, name, ours, spec.shape, known | given)
             indices = {letter: int(value) for letter, value in match.groupdict().items() if (value or "").isdigit()}
             here, there = (_block(rule, name, axes, sizes, indices) for axes in (ours, theirs))
             if sorted(here.letters) != sorted(there.letters):
@@ -345,15 +351,6 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
     return tuple(theirs), ours, given
 
 
-def _sizes(cfg: ModelConfig) -> Sizes:
-    return {
-        "N": cfg.num_attention_heads,
-        "K": cfg.num_key_value_heads,
-        "H": cfg.head_dim,
-        "L": cfg.num_hidden_layers,
-    }
-
-
 def _fit(rule: Rule, name: str, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes) -> Sizes:
     """Adds the sizes of letters that a parameter's shape determines."""
     found = dict(sizes)
@@ -428,12 +425,3 @@ def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
     if len(joined) == 1:
         return joined[0]
     return with_auto_axes(lambda *own: jnp.concatenate(own, axis=axis), *joined, out_specs=partition_of(joined[0]))
-
-
-def _stored_shape(spec: ParamSpec) -> list[int]:
-    axes = spec.stored or range(len(spec.shape))
-    return [spec.shape[axes.index(axis)] for axis in range(len(spec.shape))]
-
-
-def _shapes(leaves: Mapping[str, Any]) -> dict[str, list[int]]:
-    return {name: list(jnp.shape(leaf)) for name, leaf in leaves.items()}

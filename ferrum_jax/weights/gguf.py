@@ -257,9 +257,9 @@ def _nibbles(data: Bytes) -> Bytes:
     return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
-def _pairs_in_runs(data: Bytes) -> Bytes:
+def _pairs_in_runs(data: Bytes, run: int = 32) -> Bytes:
     """Splits each run of 32 bytes into its lowest pairs of bits, the next, and so on: `[blocks, n / 32, 4, 32]`."""
-    return data.reshape(len(data), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    return data.reshape(len(data), -1, 1, run) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
 
 
 def _fifth(data: Bytes) -> Bytes:
@@ -275,14 +275,9 @@ def _q2_k(blocks: Bytes) -> Parts:
 def _q3_k(blocks: Bytes) -> Parts:
     third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # [blocks, 8, 32]; 0: minus 4
     values = _pairs_in_runs(blocks[:, 32:96]).reshape(-1, 8, 32) | third << np.uint8(2)
-    high = _pairs_by_shift(blocks[:, 104:108])
+    high = _pairs_in_runs(blocks[:, 104:108], 4).reshape(-1, 16)
     scales = (_nibbles(blocks[:, 96:104]) | high << np.uint8(4)).astype(np.int8) - 32
     return values + np.uint8(4), (scales, _half(blocks, 108)), None
-
-
-def _pairs_by_shift(data: Bytes) -> Bytes:
-    """Splits bytes `[blocks, n]` into all lowest pairs of bits, then all next ones, and so on: `[blocks, 4 n]`."""
-    return (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)).reshape(len(data), -1)
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -322,7 +317,7 @@ def _q5_1(blocks: Bytes) -> Parts:
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
-    high = _pairs_by_shift(np.ascontiguousarray(blocks[:, 2:4]))  # [blocks, 8]: of groups 0 and 4, 1 and 5, and so on
+    high = _pairs_in_runs(blocks[:, 2:4], 2)  # [blocks, 1, 4, 2]: of groups 0 and 4, 1 and 5, and so on
     high = high.reshape(-1, 4, 2).swapaxes(1, 2).reshape(-1, 8)
     low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=-1).reshape(-1, 8)
     scales = (low | high << np.uint8(4)).astype(np.int8) - 32

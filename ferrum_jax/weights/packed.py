@@ -57,14 +57,16 @@ def find_weights(
     found, problems = {}, []
     for name in entries:
         module, _, last = name.rpartition(".")
-        if last != _MARKS[scheme.packing] or (scheme.packing == PLAIN and not _is_narrow(entries, module)):
+        if last != _MARKS[scheme.packing]:
+            continue
+        if scheme.packing == PLAIN and entries[name].dtype not in _NARROW and f"{module}.weight_scale" not in entries:
             continue
         given = _tensors_of(entries, module)
         parts = {part: entries[tensor] for part, tensor in given.items()}
         said = parts.get("weight_shape") if scheme.packing == WORDS else None
         is_said = said is not None and said.shape == (2,)
         shape, wanted = _describe(parts, scheme, read(given["weight_shape"]).tolist() if is_said else None)
-        mine = _mismatches(module, parts, wanted)
+        mine = _mismatches(f"{module}.", parts, wanted)
         if scheme.group_size and scheme.block_rows is None and shape[1] % scheme.group_size:
             mine = [f"{module} has {shape[1]} inputs, which groups of {scheme.group_size} do not divide"]
         problems += mine
@@ -90,26 +92,16 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
             stack.
     """
     found, problems = {}, []
-    names = {
-        name.removesuffix(f"_{part}") for name in entries for part in (BLOCKS, SCALES) if name.endswith(f"_{part}")
-    }
-    for name in sorted(names):
+    for name in sorted({name.rpartition("_")[0] for name in entries if name.endswith((f"_{BLOCKS}", f"_{SCALES}"))}):
         tensors = {part: f"{name}_{part}" for part in (BLOCKS, SCALES)}
-        missing = [f"{tensor} is missing" for tensor in tensors.values() if tensor not in entries]
-        if missing:
-            problems += missing
-            continue
-        problems += [
-            f"{tensor} is {entries[tensor].dtype}, expected U8"
-            for tensor in tensors.values()
-            if entries[tensor].dtype != "U8"
-        ]
-        shape, scales = entries[tensors[BLOCKS]].shape, entries[tensors[SCALES]].shape
-        if len(shape) != 4 or shape[-1] != MXFP4_GROUP // 2:
-            problems.append(f"{tensors[BLOCKS]} has shape {list(shape)}, expected experts, outputs, groups and 16")
-        elif scales != shape[:-1]:
-            problems.append(f"{tensors[SCALES]} has shape {list(scales)}, expected {list(shape[:-1])}")
-        else:
+        given = {part: entries[tensor] for part, tensor in tensors.items() if tensor in entries}
+        shape = given[BLOCKS].shape if BLOCKS in given else (*given[SCALES].shape, MXFP4_GROUP // 2)
+        wanted = {BLOCKS: _Part(("U8",), [shape]), SCALES: _Part(("U8",), [shape[:-1]])}
+        mine = _mismatches(f"{name}_", given, wanted)
+        if BLOCKS in given and (len(shape) != 4 or shape[-1] != MXFP4_GROUP // 2):
+            mine = [f"{tensors[BLOCKS]} has shape {list(shape)}, expected experts, outputs, groups and 16"]
+        problems += mine
+        if not mine:
             found[name] = PackedWeight((*shape[:2], shape[2] * MXFP4_GROUP), tensors)
     check_problems(path, problems)
     if not found:
@@ -120,10 +112,6 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
 def is_unread(name: str) -> bool:
     """Whether a tensor is a scale or zero point of activations or of a quantised KV, which are not used here."""
     return name.rpartition(".")[2] in _UNREAD
-
-
-def _is_narrow(entries: Mapping[str, Entry], module: str) -> bool:
-    return entries[f"{module}.weight"].dtype in _NARROW or f"{module}.weight_scale" in entries
 
 
 def _tensors_of(entries: Mapping[str, Entry], module: str) -> dict[str, str]:
@@ -184,14 +172,14 @@ def _count(columns: int, scheme: Scheme) -> int:
     return 1 if scheme.group_size is None else -(-columns // scheme.group_size)
 
 
-def _mismatches(module: str, given: Mapping[str, Entry], wanted: Mapping[str, _Part]) -> list[str]:
+def _mismatches(prefix: str, given: Mapping[str, Entry], wanted: Mapping[str, _Part]) -> list[str]:
     problems = []
     for part, want in wanted.items():
         if part not in given:
-            problems += [f"{module}.{part} is missing"] if want.is_needed else []
+            problems += [f"{prefix}{part} is missing"] if want.is_needed else []
         elif given[part].dtype not in want.dtypes:
-            problems.append(f"{module}.{part} is {given[part].dtype}, expected {' or '.join(want.dtypes)}")
+            problems.append(f"{prefix}{part} is {given[part].dtype}, expected {' or '.join(want.dtypes)}")
         elif given[part].shape not in want.shapes:
             expected = " or ".join(str(list(shape)) for shape in want.shapes)
-            problems.append(f"{module}.{part} has shape {list(given[part].shape)}, expected {expected}")
+            problems.append(f"{prefix}{part} has shape {list(given[part].shape)}, expected {expected}")
     return problems

@@ -293,6 +293,9 @@ PLAIN = {"FERRUM_COORDINATOR": "a:1", "FERRUM_NUM_PROCESSES": "2", "FERRUM_PROCE
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "FERRUM_COORDINATOR": "b:2"}, (2, 0, "b:2", False)),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, (2, 1, None, False)),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "FERRUM_NUM_PROCESSES": "1"}, None),
+        ({"SLURM_NTASKS": "4"}, None),  # a shell that `salloc` began
+        ({"PMI_SIZE": "4", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, (2, 1, None, False)),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, None),
     ],
 )
 def test_the_environment_says_which_process_this_is(environment: dict[str, str], expected: Any):
@@ -364,6 +367,31 @@ def test_strangers_neither_end_nor_hold_up_the_start():
     channel.close()
     for connection in held:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "meant"),  # this host's name may stand for a loopback address of its own, such as Debian's 127.0.1.1
+    [("localhost", ["127.0.0.1"]), ("here.example", ["127.0.0.1", "127.0.1.1", "::1"]), ("::1", ["::1"])],
+)
+def test_process_0_can_be_reached_by_every_address_that_its_name_may_mean(host: str, meant: list[str]):
+    if "::1" in meant and not socket.has_dualstack_ipv6():
+        meant = [address for address in meant if address != "::1"]
+
+    class Store:
+        def __init__(self, address: str):
+            self.address = address
+
+        def key_value_set(self, _: str, value: str) -> None:
+            told = json.loads(value)
+            self.peer = socket.create_connection((self.address, told["port"]), 10)
+            facts = {"token": told["token"], "process": 1, "host": "there", "pid": 7}
+            self.peer.sendall(b"".join(Message("hello", facts).pack()))
+
+    for store in map(Store, meant):
+        channel = processes._accept(host, store, 2, 30.0)
+        assert channel._names[1].startswith("host there, pid 7")
+        channel.close()
+        store.peer.close()
 
 
 def test_a_peer_that_nobody_can_hear_counts_as_gone(monkeypatch: pytest.MonkeyPatch):

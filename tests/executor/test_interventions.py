@@ -263,3 +263,20 @@ def test_as_many_sequences_as_all_replicas_have_slots_can_be_changed(params: Par
         replicas.set_interventions("i", STEER)
         replicas.set_interventions("i", None)
         assert replicas.replica_of("i") is None
+
+
+def test_interventions_that_the_device_has_no_memory_for_change_nothing(
+    runner: ModelRunner, changed: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    runner.prefill("other", TOKENS)
+    runner.set_interventions("a", STEER)
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner.placed.placement), "put", fail)
+        with pytest.raises(ResourceExhaustedError, match="injected"):
+            runner.prefill("a", TOKENS)
+    assert (runner.kv_len("a"), runner.kv_len("other")) == (None, len(TOKENS))
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), changed(TOKENS, STEER)[-1], atol=TOLERANCE, rtol=0)

@@ -12,6 +12,7 @@ from ferrum_jax import models
 from ferrum_jax.contract import ActiveLoraAdapter
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
+    DeviceError,
     InvalidParameterError,
     NotFoundError,
     RequestValidationError,
@@ -87,6 +88,26 @@ def test_values_that_change_compile_nothing_and_stay_on_the_device(
         runner.set_lora("tuned", tree, scale=2.0)
     assert compiles == []
     check(runner, oracles["one"])
+
+
+def test_values_that_cannot_be_placed_change_nothing(
+    runner: ModelRunner, oracles: dict[str | None, Oracle], monkeypatch: pytest.MonkeyPatch
+):
+    runner.set_lora("tuned", on_device("one"), scale=2.0)
+    runner.set_lora_adapter_for_cache("live", ONE)
+    runner.prefill("live", TOKENS)
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    monkeypatch.setattr(runner._adapters, "install", fail)
+    for name in ("tuned", "other"):
+        with pytest.raises(DeviceError, match="injected"):
+            runner.set_lora(name, on_device("two"), scale=2.0, keep_sequences=True)
+    monkeypatch.undo()
+    logits = runner.decode("live", 5, len(TOKENS))
+    np.testing.assert_allclose(logits, oracles["one"]([*TOKENS, 5])[-1], rtol=0, atol=1e-4)
+    assert runner.lora_metrics_snapshot()["adapter_count"] == 1
 
 
 def test_a_sequence_that_is_bound_goes_on_where_it_is_to_be_kept(

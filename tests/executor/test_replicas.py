@@ -145,6 +145,11 @@ def test_forks_reservations_and_truncation_stay_on_their_replica(two: Replicated
     assert two.kv_len("p") == 0
     for key in ("a", "b", "x", "y", "p"):
         two.release(key)
+    for at in range(4):  # they take a slot and no block yet
+        two.prepare(f"prepared {at}", 4)
+    assert sorted(str(two.replica_of(f"prepared {at}")) for at in range(4)) == ["0", "0", "1", "1"]
+    for at in range(4):
+        two.release(f"prepared {at}")
     assert two.kv_slot_capacity_snapshot().free_blocks == 36
 
 
@@ -167,6 +172,21 @@ def test_adapters_work_wherever_a_sequence_goes(
         two.release(key)
     two.unload_lora("one")
     assert two.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_an_adapter_that_one_replica_has_counts(two: ReplicatedRunner, adapter_folders: dict[str, str]):
+    bound = ActiveLoraAdapter(name="one", path=adapter_folders["one"])
+    for at in (0, 1):
+        key = f"on {at}"
+        two.prefill(key, [1, 2])
+        assert two.replica_of(key) == at
+    two.truncate_kv("on 1", 0)
+    two.set_lora_adapter_for_cache("on 1", bound)
+    assert [one._adapters.names for one in two.replicas] == [[], ["one"]]
+    counts = two.lora_metrics_snapshot()
+    assert (counts["adapter_count"], counts["active_cache_bindings"]) == (1, 1)
+    two.release("on 1")
+    two.unload_lora("one")
 
 
 def test_an_adapter_that_only_one_replica_has_is_dropped_there(two: ReplicatedRunner, adapter_folders: dict[str, str]):
@@ -200,7 +220,7 @@ def test_an_interrupt_leaves_an_adapter_on_all_replicas_or_on_none(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.replicas[at], "_install", interrupt)
+        patch.setattr(two.replicas[at]._adapters, "load", interrupt)
         with pytest.raises(KeyboardInterrupt):
             two.load_lora("one", adapter_folders["one"])
     assert two.lora_metrics_snapshot()["adapter_count"] == 0

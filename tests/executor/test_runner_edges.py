@@ -149,12 +149,14 @@ REFUSALS = {
         lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], []), RequestValidationError, "1 rows need"
     ),
     "no policies": Refusal(
-        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], wrong(None)), RequestValidationError, "are None"
+        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], wrong(None)),
+        RequestValidationError,
+        "are a NoneType",
     ),
     "no policies of items": Refusal(
         lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], wrong(None)),
         RequestValidationError,
-        "policies are None",
+        "policies are a NoneType",
     ),
     "a row of another width": Refusal(
         lambda r: r.decode_batch([("b", 1, 2), wrong(("a", 1))]), RequestValidationError, "row 1 of batch"

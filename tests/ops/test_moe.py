@@ -1,5 +1,6 @@
 """Experts by tiles are what every expert on every token would give, weighted."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,13 +9,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ferrum_jax.config import ExpertsConfig
+from ferrum_jax.models.feed_forward import route
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import _argsort_on_cpu, _outputs, clamped_swiglu, route, swiglu, weigh_experts
+from ferrum_jax.ops.moe import _argsort_on_cpu, _outputs, clamped_swiglu, swiglu, weigh_experts
 from ferrum_jax.ops.quantised import dequantise_weight, quantise_weight
 from tests.tiers import by_default
 
 TOLERANCE = 1e-5  # float32 sums of up to 12 products of the order of one, in another order
 EXPERTS, WIDE, MODEL, CHOSEN = 7, 12, 10, 3
+ROUTER = ExpertsConfig(
+    num_experts=EXPERTS,
+    num_experts_per_tok=CHOSEN,
+    moe_intermediate_size=WIDE,
+    norm_topk_prob=True,
+    sparse_layers=(True,),
+)
 
 Arrays = tuple[NDArray[np.float32], ...]
 FORMS = {1: "a loop over tiles", 3: "several at once", 1000: "all at once"}
@@ -81,7 +91,7 @@ def test_what_other_tokens_and_unchosen_experts_hold_reaches_nobody(at_once: int
 
 
 def combined(x: jax.Array, logits: jax.Array, *experts: jax.Array) -> jax.Array:
-    chosen, shares = route(logits, CHOSEN, renormalise=True)
+    chosen, shares, _ = route(logits, ROUTER)
     return weigh_experts(x, chosen, shares, tuple(experts), swiglu)
 
 
@@ -139,7 +149,8 @@ def test_shares_are_of_all_experts_or_of_those_chosen():
     logits = np.random.default_rng(3).standard_normal((5, EXPERTS)).astype(np.float32)
     likely = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum(-1, keepdims=True)
     best = np.argsort(-logits)[:, :CHOSEN]
-    plain, renormalised = (route(jnp.asarray(logits), CHOSEN, renormalise=choice) for choice in (False, True))
+    routers = (replace(ROUTER, norm_topk_prob=choice) for choice in (False, True))
+    plain, renormalised = (route(jnp.asarray(logits), router) for router in routers)
     expected = np.take_along_axis(likely, best, axis=1)
     np.testing.assert_array_equal(plain[0], best)
     np.testing.assert_allclose(plain[1], expected, rtol=1e-6)
@@ -163,7 +174,8 @@ def clamped_stacks() -> dict[str, jax.Array]:
 
 
 def clamped(x: jax.Array, logits: jax.Array, stacks: dict[str, jax.Array]) -> jax.Array:
-    return weigh_experts(x, *route(logits, CHOSEN, renormalise=True), stacks, clamped_expert)
+    chosen, shares, _ = route(logits, ROUTER)
+    return weigh_experts(x, chosen, shares, stacks, clamped_expert)
 
 
 def clamped_dense(x: jax.Array, logits: jax.Array, stacks: dict[str, jax.Array]) -> jax.Array:

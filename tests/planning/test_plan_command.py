@@ -54,3 +54,4 @@ def test_plan_refuses_what_does_not_fit_or_is_not_known(run: Run, config: Path):
     refused(run("plan", config, "--device", "h99"), "Config", "known are h100, h200")
     refused(run("plan", config, "--device", "h100", "--context", "1000"), "Config", "1 to 160 positions")
     refused(run("plan", "nothing", "--device", "h100"), "Config", "known names are")
+    refused(run("plan", "~nobody-is-called-so/model", "--device", "h100"), "Config", "cannot be found")

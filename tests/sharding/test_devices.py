@@ -9,7 +9,7 @@ import pytest
 
 from ferrum_jax.contract import Device
 from ferrum_jax.contract.errors import DeviceError, InvalidParameterError
-from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
+from ferrum_jax.sharding.devices import AMPLE, default_dtype, find_device, free_bytes
 
 
 @dataclass
@@ -93,3 +93,4 @@ def test_free_memory_is_what_the_backend_leaves():
     for silent in (None, {}, {"bytes_in_use": 3}):
         with pytest.raises(DeviceError, match="give kv_blocks"):
             free_bytes(FakeDevice(stats=silent))
+        assert free_bytes(FakeDevice(stats=silent), is_needed=False) == AMPLE
