@@ -63,7 +63,7 @@ def convert(
     asked = EngineConfig(dtype=dtype, quantize=quantize)
     beside = None  # a folder's files are copied instead
     if tokenizer is not None:
-        beside = load_tokenizer(os.fspath(tokenizer))
+        beside = load_tokenizer(tokenizer)
     elif isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
         beside = Tokenizer.from_gguf(opened.file)
     with _workplace(folder, target) as work:  # before the weights are read, which may take long

@@ -147,6 +147,9 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(folder: Path, tm
     for source, destination, dtype, kind in refused:
         with pytest.raises(kind):
             ferrum_jax.convert(source, destination, dtype, progress=False)
+    wrong: Any = 5
+    with pytest.raises(ConfigError, match="tokenizer is 5, expected the path of one"):
+        ferrum_jax.convert(folder, tmp_path / "new", tokenizer=wrong, progress=False)
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "empty").mkdir()
     assert ferrum_jax.convert(folder, tmp_path / "empty", progress=False) == tmp_path / "empty"

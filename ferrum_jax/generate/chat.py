@@ -6,6 +6,7 @@ with limits of time, memory and output.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import pickle
@@ -148,8 +149,9 @@ class _Renderer:
         if process is None or self._owner != os.getpid():
             return 0
         process.kill()
-        with process:  # closes its pipes and waits for it
-            return process.wait()
+        with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, perhaps with an unsent question
+            process.wait()
+        return process.returncode
 
 
 _RENDERER = _Renderer()

@@ -29,7 +29,8 @@ from ferrum_jax.progress import Bar, track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
-Groups = Sequence[Sequence[Request]]  # the requests of a group share the beginning of their prompts
+Requests = Sequence[Request]
+Groups = Sequence[Requests]  # the requests of a group answer the same prompt
 
 
 class LLM:
@@ -66,7 +67,7 @@ class LLM:
             read = load_tokenizer(source.path if tokenizer is None else tokenizer)
         runner = load(source, **settings)
         try:
-            self._setup(runner, read, speculation, runner.plan.spec_tokens)
+            self._setup(runner, read, speculation, runner.plan.spec_tokens, progress=settings.get("progress", True))
         except BaseException:
             runner.close()
             raise
@@ -109,6 +110,7 @@ class LLM:
         num_tokens: int,
         max_rows: int | None = None,
         chunk_tokens: int | None = None,
+        progress: bool = True,
     ) -> None:
         """Sets up an engine for a loaded model; `num_tokens` are drafted at a time."""
         runner = model if isinstance(model, ModelRunner) else None
@@ -117,7 +119,7 @@ class LLM:
             rows, tokens = runner.plan.max_seqs, runner.plan.buckets.max_step_tokens * runner.num_replicas
         max_rows = check_int("max_rows", rows if max_rows is None else max_rows, 1, ConfigError)
         chunk_tokens = check_int("chunk_tokens", tokens if chunk_tokens is None else chunk_tokens, 1, ConfigError)
-        drafts = make_drafts(speculation or Speculation(), model, num_tokens, max_rows)
+        drafts = make_drafts(speculation or Speculation(), model, num_tokens, max_rows, progress=progress)
         try:
             scheduler = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
         except FerrumError:
@@ -299,7 +301,7 @@ class LLM:
         indices = {one: at for at, one in enumerate(itertools.chain.from_iterable(groups))}
 
         def outputs() -> Iterator[tuple[int, RequestOutput]]:
-            with contextlib.closing(self._run(groups)) as settled:
+            with contextlib.closing(self._run([first for first, *_ in groups])) as settled:
                 for request in settled:
                     yield indices[request], request.output(return_error=return_errors)
 
@@ -352,10 +354,12 @@ class LLM:
         def beginning(request: Request) -> tuple[Any, ...]:
             return request.prompt[: request.score_from], request.adapter, id(request.interventions)
 
-        groups = [list(group) for _, group in itertools.groupby(requests, beginning)]
-        for first, *others in groups:
-            first.copies = others
-        self._finish(groups, track("scoring") if progress else None, sort=True)
+        firsts: list[Request] = []
+        for _, group in itertools.groupby(requests, beginning):
+            first, *first.copies = group
+            firsts.append(first)
+        firsts.sort(key=lambda one: -len(one.prompt))  # so that rows of similar length share steps
+        self._finish([[one] for one in requests], track("scoring") if progress else None, firsts=firsts)
         return [
             Score(
                 prompt_token_ids=request.prompt[: request.score_from],
@@ -367,12 +371,12 @@ class LLM:
             for request in requests
         ]
 
-    def _finish(self, groups: Groups, bar: Bar | None, *, return_errors: bool = False, sort: bool = False) -> None:
-        """Runs groups of requests to their end; raises the error of the first that failed unless `return_errors`."""
+    def _finish(self, groups: Groups, bar: Bar | None, *, firsts: Requests = (), return_errors: bool = False) -> None:
+        """Runs groups, from `firsts` if given, to their end; raises the earliest error unless `return_errors`."""
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed
         try:
-            with contextlib.closing(self._run(groups, sort=sort)) as settled:
+            with contextlib.closing(self._run(firsts or [first for first, *_ in groups])) as settled:
                 for at, group in enumerate(groups if bar is None else bar(groups)):
                     for request in group:
                         while not request.is_settled:
@@ -384,19 +388,13 @@ class LLM:
             self.engine.settle()
             raise
 
-    def _run(self, groups: Groups, *, sort: bool = False) -> Generator[Request]:
-        """Runs groups of requests that share a beginning; the others of a group are `copies` of its first.
-
-        Yields each request once it is done and its slot and blocks are free. Leaving the iterator aborts the others.
-        """
+    def _run(self, firsts: Requests) -> Generator[Request]:
+        """Runs requests and their `copies`; yields each once it is settled, and aborts the others when it is closed."""
         events: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        left = set(itertools.chain.from_iterable(groups))
+        left = {one for first in firsts for one in (first, *first.copies)}
         for request in left:
             request.notify = lambda one: events.put(one) if one.is_settled else None
         try:
-            firsts = [first for first, *_ in groups]
-            if sort:  # the longest first, so that rows of similar length share steps
-                firsts.sort(key=lambda one: -len(one.prompt))
             self.engine.submit(*firsts)
             while left:
                 if (request := events.get()) in left:

@@ -17,6 +17,7 @@ from ferrum_jax.contract.errors import (
     InvalidParameterError,
     ResourceExhaustedError,
     UnsupportedError,
+    safe_repr,
 )
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import NO_OUTPUT, Distributions, SampledToken, ScheduledRow, TokenChoice
@@ -26,6 +27,13 @@ from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.rejection import Purpose, draw, uniform
 
 Drawing = Literal["best", "shared", "own"]
+
+
+def check_drawing(drawing: Drawing) -> Drawing:
+    """Returns how to draft for requests that sample; raises InvalidParameterError if there is no such way."""
+    if drawing not in ("best", "shared", "own"):
+        raise InvalidParameterError(f"drawing is {safe_repr(drawing)}, expected 'best', 'shared' or 'own'")
+    return drawing
 
 
 @dataclass(eq=False)
@@ -73,11 +81,9 @@ class ModelDraft(DraftSource):
                 separate noise and judged by the draft's probabilities (Leviathan et al. 2023), which accepts most.
             is_owner: `close` also closes the model.
         """
-        if drawing not in ("best", "shared", "own"):
-            raise InvalidParameterError(f"drawing is {drawing!r}, expected 'best', 'shared' or 'own'")
         self.model = model
         self.num_tokens = check_int("num_tokens", num_tokens, 1, InvalidParameterError)
-        self.drawing = drawing
+        self.drawing = check_drawing(drawing)
         self.has_probabilities = drawing == "own"
         self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self._is_owner = is_owner

@@ -10,7 +10,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource, PromptLookup
-from ferrum_jax.generate.model_draft import Drawing, ModelDraft
+from ferrum_jax.generate.model_draft import Drawing, ModelDraft, check_drawing
 from ferrum_jax.loading import load
 from ferrum_jax.weights.hub import resolve
 
@@ -41,6 +41,7 @@ class Speculation:
             raise InvalidParameterError(
                 f"draft is a {type(self.draft).__name__}, expected {PROMPT_LOOKUP!r}, a path, a model or a DraftSource"
             )
+        check_drawing(self.drawing)
         for name in ("max_ngram", "num_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, InvalidParameterError)
@@ -72,12 +73,14 @@ class Speculation:
         return self.asked_tokens or most
 
 
-def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: int, max_rows: int) -> DraftSource | None:
+def make_drafts(
+    speculation: Speculation, target: DecoderOnlyLLM, num_tokens: int, max_rows: int, *, progress: bool = True
+) -> DraftSource | None:
     """Makes the source of drafts for a target, and loads a draft model if it needs one; None if `num_tokens` is 0.
 
     Raises:
         ConfigError: the target's steps cannot verify so many tokens.
-        FerrumError: the draft model cannot be loaded, or `drawing` is unknown.
+        FerrumError: the draft model cannot be loaded.
     """
     draft, drawing = speculation.draft, speculation.drawing
     if num_tokens == 0:
@@ -98,5 +101,5 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
     how: dict[str, Any] = {"max_seqs": seqs, "kv_capacity": capacity, "device": device, "engine": DRAFT_SETTINGS}
     if isinstance(target, ModelRunner):  # keeps its compiled steps where the target's are, or nowhere
         how["artifacts"] = False if target.artifacts is None else target.artifacts.root
-    model = load(resolve(draft), **how)
+    model = load(resolve(draft, progress=progress), progress=progress, **how)
     return ModelDraft(model, num_tokens, drawing=drawing, is_owner=True)

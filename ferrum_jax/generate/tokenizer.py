@@ -234,7 +234,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise ConfigError(f"tokenizer is {safe_repr(path)}, expected the path of one")
     if not os.fspath(path):
         raise ConfigError("tokenizer is '', expected the path of one")
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.is_dir():
         return Tokenizer.from_folder(path)
     if not path.exists():

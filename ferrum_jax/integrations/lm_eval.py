@@ -17,6 +17,7 @@ from lm_eval.api.registry import register_model
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.generate.intake import capacity_of
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
@@ -64,13 +65,14 @@ class FerrumLM(TemplateLM):
         capacity = settings.pop("kv_capacity", max_length)
         if max_length not in (None, capacity):
             raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
-        reuse = settings.pop("prefix_cache", True)
         short = (1, rows) if rows > 1 else (1,)  # continuations of a few tokens, all of them in one step
-        settings.setdefault("engine", EngineConfig(verify_blocks=short, prefix_cache=reuse))
+        engine = settings.pop("engine", None) or EngineConfig(verify_blocks=short)
+        if getattr(engine, "prefix_cache", None) is None:
+            settings.setdefault("prefix_cache", True)
         place = None if device in ("cuda", "cuda:0") else device
-        self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, **settings)
-        self.tokenizer: Any = self.llm._intake.need_tokenizer()
-        self.max_length = self.llm.model.kv_capacity()
+        self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, engine=engine, **settings)
+        self.tokenizer: Any = self.llm.tokenizer
+        self.max_length = capacity_of(self.llm.model)
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
         self._name = str(pretrained or self.llm.runner.name)
@@ -107,11 +109,10 @@ class FerrumLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Renders a conversation by the chat template; without a generation prompt, the last message is left open."""
-        text = self.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+        goes_on = not add_generation_prompt
+        return self.tokenizer.render(
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=goes_on
+        )
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **ignored: Any

@@ -23,7 +23,6 @@ class Admission:
         self.live = 0  # answers
         self.held = 0  # of these, answers that are not given to the engine yet, because of a pause
         self.users: Counter[str | None] = Counter()  # number of begun requests, by adapter
-        self._begun = 0  # requests that run, not held back by a pause
         self._leaving: set[str] = set()  # adapters being unloaded
         self._seconds = 1.0  # smoothed duration of an answer
         self._open = asyncio.Event()
@@ -58,25 +57,22 @@ class Admission:
             )
         self._check_stays(adapter)
         self.live += answers
-        is_begun = False
         try:
             self.held += answers
             try:
-                await caller.wait_for(self._open.wait())
+                while self.is_paused:  # again: a pause may begin before this goes on
+                    await caller.wait_for(self._open.wait())
             finally:
                 self.held -= answers
             self._check_stays(adapter)
-            is_begun = True
-            self._begun += 1
             self.users[adapter] += 1
-            yield
+            try:
+                yield
+            finally:
+                self.users[adapter] -= 1
+                self.users += Counter()  # drops the names that nobody uses
         finally:
             self.live -= answers
-            self._begun -= is_begun
-            if is_begun:
-                self.users[adapter] -= 1
-                if not self.users[adapter]:
-                    del self.users[adapter]
             self._wake()
 
     def _check_stays(self, adapter: str | None) -> None:
@@ -100,7 +96,7 @@ class Admission:
     async def pause(self) -> None:
         """Lets no new request begin, and waits until the begun ones have ended or `resume` is called."""
         self.close()
-        await self._until(lambda: self._begun == 0 or self._open.is_set())
+        await self._until(lambda: self.users.total() == 0 or self._open.is_set())
 
     def resume(self) -> None:
         """Ends a pause: waiting requests begin."""

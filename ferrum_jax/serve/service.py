@@ -192,7 +192,7 @@ class Service:
         root = self.settings.adapter_root
         if not root:
             raise ApiError(403, "adapters are loaded over HTTP only where the server has an --adapter-root")
-        base = Path(root).expanduser().resolve()
+        base = Path(os.path.expanduser(root)).resolve()
         try:
             found = (base / path).resolve()
         except (OSError, ValueError, RuntimeError) as problem:

@@ -43,7 +43,7 @@ class ServerSettings:
         for name in ("model", "tool_parser", "adapter_root"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} is {safe_repr(getattr(self, name))}, expected a text")
-        if self.adapter_root and not os.path.isdir(self.adapter_root):
+        if self.adapter_root and not os.path.isdir(os.path.expanduser(self.adapter_root)):
             raise ConfigError(f"adapter_root {self.adapter_root} is no folder")
         for name in ("api_keys", "allow_origins"):
             texts = getattr(self, name)

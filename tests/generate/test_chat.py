@@ -1,3 +1,4 @@
+import os
 import pickle
 import re
 import subprocess
@@ -214,6 +215,17 @@ os.kill(os.getpid(), 9)
             return
         time.sleep(0.1)
     raise AssertionError("the process goes on")
+
+
+def test_a_process_that_ended_before_it_was_asked_is_an_error_of_the_template():
+    deaf = "import os, time; os.close(0); print('ready', flush=True); time.sleep(600)"
+    renderer = chat._Renderer()
+    renderer._process = subprocess.Popen([sys.executable, "-c", deaf], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    renderer._owner = os.getpid()
+    assert renderer._process.stdout is not None
+    assert renderer._process.stdout.readline() == b"ready\n"
+    assert renderer.answer(b"question") == {"error": "ended the process that renders it with status -9"}
+    assert renderer._process is None
 
 
 def is_running(pid: int) -> bool:

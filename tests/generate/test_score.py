@@ -275,6 +275,17 @@ def test_what_fails_while_a_prompt_is_read_fails_all_its_answers(runner: ModelRu
     assert caught.value.__notes__ == ["prompts[0] of 1"]
 
 
+def test_the_note_and_the_bar_count_continuations_though_some_share_their_prompt(monkeypatch: pytest.MonkeyPatch):
+    counts: list[int] = []
+    monkeypatch.setattr("ferrum_jax.generate.llm.track", lambda _: lambda items: counts.append(len(items)) or items)
+    llm = LLM.from_model(CrampedLLM(refused=9))
+    assert len(llm.score([[1, 2], [1, 2], [7, 8]], [[3], [4], [5]], progress=True)) == 3
+    with pytest.raises(RequestValidationError, match="not this token") as caught:
+        llm.score([[1, 2], [1, 2], [7, 9]], [[3], [4], [5]], progress=True)
+    assert caught.value.__notes__ == ["prompts[2] of 3"]
+    assert counts == [3, 3]
+
+
 def test_n_is_refused_where_it_makes_no_sense(llm: LLM):
     with pytest.raises(InvalidParameterError, match="n is 0"):
         SamplingParams(n=0)

@@ -246,6 +246,14 @@ def test_a_path_loads_a_draft_that_goes_with_the_llm(folder: Path):
         source.model.prefill("a", [1])
 
 
+def test_a_draft_is_loaded_without_bars_where_the_model_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    LLM(folder, speculation=Speculation(draft=folder), **SIZES).close()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_a_draft_and_a_lookup_of_a_path_answer_as_the_model_alone(folder: Path):
     asked = {"alone": None, "lookup": Speculation(num_tokens=5), "draft": Speculation(draft=folder)}
@@ -271,6 +279,9 @@ def test_what_makes_no_sense_is_refused(folder: Path, tmp_path: Path):
         Speculation(num_tokens=0)
     with pytest.raises(InvalidParameterError, match="max_ngram is 0"):
         Speculation(max_ngram=0)
+    wrong = "worst"
+    with pytest.raises(InvalidParameterError, match="drawing is 'worst', expected 'best', 'shared' or 'own'"):
+        Speculation(drawing=wrong)
     with pytest.raises(ConfigError, match="num_tokens is 3, the draft's own is 4"):
         Speculation(draft=PromptLookup(), num_tokens=3)
     with pytest.raises(ConfigError, match="num_tokens is 3, spec_tokens of the engine is 5: give it once"):

@@ -447,6 +447,13 @@ def test_an_empty_path_is_not_the_working_folder(tmp_path: Path, monkeypatch: py
         load_tokenizer("")
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own").mkdir()
+    write_folder(tmp_path / "own")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_tokenizer("~/own").vocab_size == load_tokenizer(tmp_path / "own").vocab_size
+
+
 def test_a_folder_needs_only_tokenizer_json(tmp_path: Path):
     tokenizer = load_tokenizer(write_folder(tmp_path))
     assert tokenizer.encode("a<eos>") == [*make_backend().encode("a").ids, 257]

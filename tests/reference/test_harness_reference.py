@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import ferrum_jax
+from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.server import running
 from ferrum_jax.serve.settings import ServerSettings
 from scripts.make_references import load_smollm2
+from tests import tiny
+from tests.generate.test_request import letters
 from tests.tiers import by_default
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval`")
@@ -116,9 +120,31 @@ def test_long_empty_and_spaced_texts_are_scored_alike(ours: Any, theirs: Any):
 def test_conversations_are_laid_out_alike(ours: Any, theirs: Any):
     history = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "One is"}]
     assert ours.apply_chat_template(history[:1]) == theirs.apply_chat_template(history[:1])
-    found, expected = (one.apply_chat_template(history, add_generation_prompt=False) for one in (ours, theirs))
-    assert found == expected
+    for last in ("One is", "n", "One is "):  # the second is in the template's end of a message, too
+        history[1]["content"] = last
+        found, expected = (one.apply_chat_template(history, add_generation_prompt=False) for one in (ours, theirs))
+        assert found == expected
     assert ours.chat_template(True) == theirs.chat_template(True)
+
+
+def test_an_engine_may_be_given_and_the_pool_bounds_the_length(tmp_path: Path, offline: None):
+    harness: Any = importlib.import_module("ferrum_jax.integrations.lm_eval")
+    config = tiny.CONFIGS["llama_yarn_options"] | {"vocab_size": 23, "eos_token_id": 7}
+    folder = tiny.write_folder(tmp_path / "tiny", config)
+    letters().backend.save(str(folder / "tokenizer.json"))
+    sizes = EngineConfig(block_size=16, kv_blocks=2)
+    for reuses, more in (
+        (True, {"engine": sizes}),
+        (False, {"engine": sizes, "prefix_cache": False}),
+        (False, {"engine": replace(sizes, prefix_cache=False)}),
+        (False, {"block_size": 16, "kv_blocks": 2, "prefix_cache": False}),
+    ):
+        model = harness.FerrumLM(str(folder), batch_size=2, max_length=100, progress=False, **more)
+        with model.llm as llm:
+            assert llm.runner.plan.prefix_cache is reuses
+            assert model.max_length == 32
+            (score,) = model.loglikelihood_rolling(_instances("loglikelihood_rolling", ("abc" * 20,)))
+            assert score < 0
 
 
 def test_generation_arguments_are_understood_or_refused(ours: Any):

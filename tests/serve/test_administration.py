@@ -34,6 +34,7 @@ from ferrum_jax.serve.server import Server, running, url_of
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
 from tests.executor.conftest import make_runner
+from tests.fake import CountingLLM
 from tests.serve.conftest import SEATS, openai_client
 from tests.serve.models import spelled
 from tests.serve.test_load import SECONDS, until
@@ -572,3 +573,51 @@ def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
         return str(caught.value)
 
     assert "tuned" in asyncio.run(main())
+
+
+class Slow:
+    """A caller that goes on one turn of the event loop after what it waited for."""
+
+    async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
+        await work
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_after_a_pause_nothing_begins_before_it_ends(is_held: bool):
+    async def main() -> None:
+        admission, caller, told = Admission(4, 4), cast(Caller, Slow()), []
+
+        async def request() -> None:
+            async with admission.admit(1, None, caller):
+                told.append("begins")
+                await asyncio.sleep(0)
+            told.append("ends")
+
+        if is_held:
+            admission.close()
+        asked = asyncio.ensure_future(request())
+        await asyncio.sleep(0)
+        if is_held:
+            admission.resume()  # the request has not gone on when the next pause begins
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await admission.pause()
+        before = [*told]
+        assert before in ([], ["begins", "ends"])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert told == before
+        admission.resume()
+        await asked
+        assert told == ["begins", "ends"]
+
+    asyncio.run(main())
+
+
+def test_a_tilde_in_the_adapter_root_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = service.Service(LLM.from_model(CountingLLM()), ServerSettings(adapter_root="~/adapters"))
+    assert own.path_of_adapter("one") == str((tmp_path / "adapters" / "one").resolve())
+    own.close()
