@@ -224,8 +224,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead")] = False,
 ) -> None:
     """Tell what a model needs on devices that are not here and how fast it can be, from its configuration alone."""
-    import contextlib
-
     import jax
 
     from ferrum_jax.config import EngineConfig

@@ -94,11 +94,6 @@ def render_chat(
 _OUT_OF_TIME = (1,) if sys.platform == "win32" else (-signal.SIGALRM,)  # statuses of chat_sandbox.py's alarm
 
 
-def _search_path() -> list[str]:
-    """Where jinja2 may be, if the caller has changed the path."""
-    return [one for one in sys.path if isinstance(one, str) and one]
-
-
 class _Renderer:
     """The process that renders; started with the first template, and again after a template that ended it."""
 
@@ -134,8 +129,9 @@ class _Renderer:
             return {"error": f"ended the process that renders it with status {status}"}
 
     def _start(self) -> None:
+        paths = [one for one in sys.path if isinstance(one, str) and one]  # jinja2 may be in one of the caller's own
         self._process = subprocess.Popen(
-            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py"), *_search_path()],
+            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py"), *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -41,7 +41,6 @@ class DraftSource(abc.ABC):
     """Proposes tokens. Answers stay right whatever it proposes: a bad proposal only costs time."""
 
     num_tokens: int  # the most that it proposes
-    has_probabilities: bool = False  # whether drafts may have probabilities
 
     @abc.abstractmethod
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:

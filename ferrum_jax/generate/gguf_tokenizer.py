@@ -121,27 +121,22 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if len(types) != len(tokens):
         raise InvalidFormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if model == "gpt2":
-        recipe = _choose_recipe(metadata)
+        pre = metadata.get("tokenizer.ggml.pre")
+        if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+            raise UnsupportedError(f"tokenizer.ggml.pre is {pre!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+        recipe = PRE_TOKENIZERS[pre]
         tokenizer, adds_bos = _build_byte_level(metadata, vocabulary, recipe), recipe.adds_bos
     else:
         tokenizer, adds_bos = _build_sentencepiece(metadata, vocabulary, types), True
     pairs = list(zip(tokens, types, strict=True))
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
-    named = {name: named_token_id(metadata, name) for name in ("bos", "eos")}
-    _frame_with_specials(
-        tokenizer,
-        bos=_framing_token(metadata, "bos", named["bos"], default=adds_bos),
-        eos=_framing_token(metadata, "eos", named["eos"], default=False),
-    )
-    return tokenizer
-
-
-def _frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
-    """Sets the tokens that `tokenizer` puts around an encoded text."""
+    bos = _framing_token(metadata, "bos", default=adds_bos)
+    eos = _framing_token(metadata, "eos", default=False)
     pieces = [token for token in (bos, "$A", eos) if token is not None]
     specials = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)
+    return tokenizer
 
 
 def prefixes_runs(metadata: Mapping[str, Any]) -> bool:
@@ -149,7 +144,9 @@ def prefixes_runs(metadata: Mapping[str, Any]) -> bool:
     return metadata.get("tokenizer.ggml.model") == "llama" and _flag(metadata, "add_space_prefix", True)
 
 
-def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None, *, default: bool) -> str | None:
+def _framing_token(metadata: Mapping[str, Any], name: str, *, default: bool) -> str | None:
+    """Returns the token that an encoded text has at its begin or end, if it has one."""
+    token_id = named_token_id(metadata, name)
     if not _flag(metadata, f"add_{name}_token", default):
         return None
     if token_id is None:
@@ -158,13 +155,6 @@ def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None,
     if token.startswith("$") or ":" in token:  # syntax of templates
         raise UnsupportedError(f"{name} is {token!r}, which tokenizers cannot put around a text: it has a '$' or ':'")
     return token
-
-
-def _choose_recipe(metadata: Mapping[str, Any]) -> ByteLevelRecipe:
-    pre = metadata.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise UnsupportedError(f"tokenizer.ggml.pre is {pre!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
-    return PRE_TOKENIZERS[pre]
 
 
 def _build_byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], recipe: ByteLevelRecipe) -> Tokenizer:

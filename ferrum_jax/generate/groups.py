@@ -17,7 +17,7 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
     if not request.group or not position or request.num_read or request.copies:
         return
     for one in running:
-        if one.group == request.group and one.can_share(position) and is_current(one, backend):
+        if one.group == request.group and one.can_share(position) and one.kv_version == backend.params_version:
             try:
                 backend.fork(one.cache_id, request.cache_id)
                 if backend.kv_len(request.cache_id) != position:  # it exceeds `num_read` while scores are in flight
@@ -37,7 +37,7 @@ def take_over(heir: Request, request: Request, backend: Backend) -> bool:
     The two requests swap their cache ids.
     """
     position = heir.fork_position
-    if heir.is_begun or not 0 < position <= request.num_read or not is_current(request, backend):
+    if heir.is_begun or not 0 < position <= request.num_read or request.kv_version != backend.params_version:
         return False
     try:
         backend.truncate_kv(request.cache_id, position)
@@ -46,8 +46,3 @@ def take_over(heir: Request, request: Request, backend: Backend) -> bool:
     heir.share(request)
     heir.cache_id, request.cache_id = request.cache_id, heir.cache_id
     return True
-
-
-def is_current(request: Request, backend: Backend) -> bool:
-    """True if a request's keys and values were computed by the current weights."""
-    return request.kv_version == backend.params_version

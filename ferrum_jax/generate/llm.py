@@ -184,9 +184,7 @@ class LLM:
         Raises:
             UnsupportedError: the model is not a `ModelRunner`; whether it has a prefix cache is not known.
         """
-        if not isinstance(self.model, ModelRunner):
-            raise UnsupportedError(f"prefix caches are reset by a ModelRunner, not by a {type(self.model).__name__}")
-        self.engine.call(self.model.reset_prefix_cache)
+        self.engine.call(self.runner.reset_prefix_cache)
 
     def set_params(self, params: NewParams, *, live: LivePolicy = "wait") -> int:
         """Sets new weights as `ModelRunner.set_params` does, between two steps, also while requests run.

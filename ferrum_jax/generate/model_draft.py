@@ -45,11 +45,6 @@ class _Row:
     tokens: list[int] = field(default_factory=list)  # drafted so far
     probabilities: list[NDArray[np.float64]] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of the request's tokens and of those drafted after them."""
-        return len(self.want.tokens) + len(self.tokens)
-
     def tokens_from(self, start: int) -> list[int]:
         """Returns the request's tokens from a position on, and those drafted after them."""
         return [*self.want.tokens[start:], *self.tokens[max(0, start - len(self.want.tokens)) :]]
@@ -84,7 +79,6 @@ class ModelDraft(DraftSource):
         self.model = model
         self.num_tokens = check_int("num_tokens", num_tokens, 1, InvalidParameterError)
         self.drawing = check_drawing(drawing)
-        self.has_probabilities = drawing == "own"
         self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self._is_owner = is_owner
         # Tokens in a row that asks for distributions: the last drafted token is not in the KV yet, and one may follow.
@@ -103,7 +97,7 @@ class ModelDraft(DraftSource):
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles the draft model's programs."""
-        self._backend.warmup(progress=progress, distributions=self.has_probabilities)
+        self._backend.warmup(progress=progress, distributions=self.drawing == "own")
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
         """Drafts token by token, one step for all sequences at a time."""
@@ -144,10 +138,6 @@ class ModelDraft(DraftSource):
         if settings.is_adjusted:
             settings = replace(settings, generated=np.array(want.tokens[want.num_prompt :], np.int64))
         return settings if self.drawing != "best" else replace(settings, temperature=0.0)
-
-    def _draws_itself(self, row: _Row) -> bool:
-        # Judging by the draft's probabilities does not yield the target's own log-probabilities.
-        return self.drawing == "own" and row.settings.temperature > 0 and row.want.settings.num_logprobs < 0
 
     def _most(self, row: _Row) -> int:
         """Returns how many tokens can be drafted for a row; the last one takes no position of the KV."""
@@ -219,7 +209,8 @@ class ModelDraft(DraftSource):
         want, key = row.want, self._id(row.want.cache_id)
         held = len(self._held[want.cache_id])
         tokens = np.array(row.tokens_from(held), np.int32)
-        if not self._draws_itself(row):
+        # Judging by the draft's probabilities does not yield the target's own log-probabilities.
+        if self.drawing != "own" or row.settings.temperature == 0 or want.settings.num_logprobs >= 0:
             return ScheduledRow(key, tokens, held, SampledToken(row.settings))
         if len(tokens) > self._most_at_once or (len(tokens) > 1 and held < want.num_prompt - 1):
             return ScheduledRow(key, tokens[:-1], held, NO_OUTPUT)
@@ -236,5 +227,6 @@ class ModelDraft(DraftSource):
             return
         q = np.asarray(answer[-1], np.float64)
         q /= q.sum()
-        row.tokens.append(draw(q, uniform(row.settings.seed, row.num_tokens, Purpose.PROPOSE)))
+        position = len(row.want.tokens) + len(row.tokens)
+        row.tokens.append(draw(q, uniform(row.settings.seed, position, Purpose.PROPOSE)))
         row.probabilities.append(q)

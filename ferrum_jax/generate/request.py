@@ -69,9 +69,7 @@ class Request:
     kv_version: int = -1  # version of the weights that computed the beginning of its KV
     choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
     versions: list[int] = field(default_factory=list)  # versions of the weights that chose these tokens
-    logprobs: list[float] = field(default_factory=list)  # of these tokens; this and the next two only if asked for
-    processed_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # of these tokens, if asked for
     text: list[str] = field(default_factory=list)  # pieces; only appended to, as another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
     drafted: int = 0  # tokens that were drafted and verified
@@ -262,10 +260,7 @@ class Request:
         token = choice.token_id
         self.tokens.append(token)
         self.versions.append(version)
-        if (wanted := self.params.num_logprobs) >= 0:
-            self.logprobs.append(choice.logprob)
-            self.processed_logprobs.append(choice.processed_logprob)
-        if wanted > 0:
+        if self.params.num_logprobs > 0:
             self.top_logprobs.append(dict(choice.alternatives))
         self.choices.append(choice)  # last: a thread that counts `choices` finds the rest, too
         is_stop = token in self.stop_ids
@@ -420,14 +415,15 @@ class Request:
         reason = self.finish_reason if error is None else "error"  # read first: all that it promises is there then
         params, begin, count = self.params, len(self.prompt), len(self.choices)
         wanted, scored = params.num_logprobs, params.num_prompt_logprobs >= 0
+        choices = self.choices[:count] if wanted >= 0 else []
         return RequestOutput(
             prompt_token_ids=self._told_prompt,
             token_ids=self.tokens[begin : begin + count],
             text=self._text_so_far(),
             finish_reason=reason,
             stop_reason=self.stop_reason if reason == "stop" else None,
-            logprobs=self.logprobs[:count] if wanted >= 0 else None,
-            processed_logprobs=self.processed_logprobs[:count] if wanted >= 0 else None,
+            logprobs=[one.logprob for one in choices] if wanted >= 0 else None,
+            processed_logprobs=[one.processed_logprob for one in choices] if wanted >= 0 else None,
             top_logprobs=self.top_logprobs[:count] if wanted > 0 else None,
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,

@@ -312,7 +312,7 @@ class Scheduler:
         heir = next((one for one in self._waiting if one.group == request.group), None)
         if heir is None or self._is_held(heir):
             return False
-        first = next(iter(self._waiting))
+        first = self._waiting[0]
         if first.preemptions or first.priority < heir.priority:
             return False
         former = request.cache_id

@@ -70,7 +70,9 @@ class Speculator:
                 if len(verdict) <= len(draft.tokens):
                     self._backend.truncate_kv(request.cache_id, request.num_read + len(verdict))
         except BaseException as problem:
-            self._roll_back([request for request, _ in drafted])
+            for request, _ in drafted:
+                with contextlib.suppress(FerrumError):
+                    self._backend.truncate_kv(request.cache_id, request.num_read)
             if isinstance(problem, UnsupportedError):
                 raise
             if isinstance(problem, ResourceExhaustedError) or (
@@ -142,11 +144,6 @@ class Speculator:
                 self.accepted += 1
             if request.is_done:
                 break
-
-    def _roll_back(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            with contextlib.suppress(FerrumError):
-                self._backend.truncate_kv(request.cache_id, request.num_read)
 
 
 def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Draft:

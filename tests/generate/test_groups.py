@@ -65,5 +65,5 @@ def test_prefixes_may_be_forgotten_while_copies_run(window: bool, new_runner: Ma
         version = runner.params_version
         llm.reset_prefix_cache()
         assert runner.params_version == version
-    with pytest.raises(UnsupportedError, match="by a ModelRunner"):
+    with pytest.raises(UnsupportedError, match="not a ModelRunner"):
         LLM.from_model(CountingLLM()).reset_prefix_cache()
