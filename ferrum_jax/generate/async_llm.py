@@ -166,7 +166,7 @@ class AsyncLLM:
                 await self._tokenise(lambda: None)
         request = self._live.get(request_id)
         if request is not None:
-            await asyncio.to_thread(self.llm.engine.cancel, request)
+            await asyncio.to_thread(self.llm.engine.end, [request], _cancel)
 
     def _forget(self, request: Request) -> None:
         """Makes the id of a request free that ended or was aborted."""
@@ -203,3 +203,7 @@ class AsyncLLM:
         self._tokenising.shutdown(wait=False)
         if self._is_owner:
             await asyncio.to_thread(self.llm.close)
+
+
+def _cancel(request: Request) -> None:
+    request.error = CancelledError(f"{request.request_id!r} was aborted")

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -68,14 +68,15 @@ class Engine:
         """Drops requests and frees their slots and blocks after the current step; one that is done is no error."""
         self._inbox.put(partial(self.scheduler.abort, *requests))
 
-    def cancel(self, request: Request) -> None:
-        """Ends a request with a CancelledError, which its caller gets; one that is done is no error."""
+    def end(self, requests: Sequence[Request], finish: Callable[[Request], None]) -> None:
+        """Ends those requests that are not done, between two steps; `finish` sets the reason or error of one."""
 
         def end() -> None:
-            if not request.is_done:
-                request.error = CancelledError(f"{request.request_id!r} was aborted")
-                self.scheduler.abort(request)
-                request.tell()
+            for request in requests:
+                if not request.is_done:
+                    finish(request)
+                    self.scheduler.abort(request)
+                    request.tell()
 
         self.call(end)
 

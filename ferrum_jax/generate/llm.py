@@ -356,7 +356,7 @@ class LLM:
         for _, group in itertools.groupby(requests, beginning):
             first, *first.copies = group
             firsts.append(first)
-        firsts.sort(key=lambda one: -len(one.prompt))  # so that rows of similar length share steps
+        firsts.sort(key=lambda one: -len(one.prompt))  # the longest first: rows of similar length then share steps
         self._finish([[one] for one in requests], track("scoring") if progress else None, firsts=firsts)
         return [
             Score(

@@ -94,6 +94,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._moves = plan(self._cfg, self._rules)
         given = _leaves(nnx.state(rollout_actor, nnx.Param))
         self._scales = lora_scales(rollout_actor, given, lora_scale)
+        self._adapter = _ADAPTER if self._scales else None
         lora, given = split_lora(given)
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
@@ -234,10 +235,6 @@ class FerrumRollout(base_rollout.BaseRollout):
     def close(self) -> None:
         """Frees the engine and its weights."""
         self.llm.close()
-
-    @property
-    def _adapter(self) -> str | None:
-        return _ADAPTER if self._scales else None
 
     def _new_params(self, leaves: Mapping[str, jax.Array]) -> NewParams:
         """Converts weights, now or, where they can write into the memory of the served ones, when they are set."""

@@ -187,16 +187,7 @@ class Answers:
 
     def interrupt(self) -> None:
         """Ends every answer as it is, with the reason `abort`."""
-
-        def end() -> None:
-            for choice in self.choices:
-                if not choice.request.is_done:
-                    choice.request.interrupt()
-                    self._llm.engine.scheduler.abort(choice.request)
-                    if choice.request.notify is not None:
-                        choice.request.notify(choice.request)
-
-        self._llm.engine.call(end)
+        self._llm.engine.end([choice.request for choice in self.choices], Request.interrupt)
 
     @property
     def is_over(self) -> bool:
@@ -230,11 +221,6 @@ class Answers:
             pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
             if pieces:
                 return pieces
-
-    async def rest(self) -> None:
-        """Waits until every answer is complete; raises as `next`."""
-        while not self.is_over:
-            await self.next()
 
     def cut(self, choice: AnswerProgress, count: int) -> None:
         """Ends an answer after this many of the tokens that were read; no more pieces of it come."""
@@ -280,11 +266,3 @@ def make_group(
     if params.structured is not None and (length := len(params.structured.definition[1])) > LONGEST_FORM:
         raise bad_request(f"the form of the answer has {length:,} characters, at most {LONGEST_FORM:,} are taken")
     return llm.group(ids, replace(params, n=n), adapter, priority=priority)
-
-
-def scored_only(request: Request) -> Request:
-    """Makes a request score its prompt and generate nothing; a request without tokens to score is then done."""
-    request.limit = 0
-    if request.num_unscored == 0:
-        request.finish_reason = "length"
-    return request

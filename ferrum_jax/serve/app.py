@@ -25,7 +25,7 @@ from ferrum_jax.serve.chat_completions import chat
 from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.completions import complete
 from ferrum_jax.serve.errors import ApiError, JsonAnswer, unavailable
-from ferrum_jax.serve.middleware import ApiKeys, DirectSend, RequestLog
+from ferrum_jax.serve.middleware import RequestLog, with_direct_send, with_keys
 from ferrum_jax.serve.prompting import chat_text, tokenizer_of
 from ferrum_jax.serve.schema import (
     CompletionBody,
@@ -75,7 +75,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
         return Route(endpoint.path, answer, methods=[endpoint.method])
 
     routes = [route(one) for one in endpoints_of(settings)]
-    middleware = [Middleware(DirectSend), Middleware(traced)]
+    middleware = [Middleware(with_direct_send), Middleware(traced)]
     if settings.allow_origins:  # outside `RequestLog`, so that pages can read error responses, too
         middleware.append(
             Middleware(
@@ -88,7 +88,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
         )
     middleware.append(Middleware(RequestLog, metrics=service.metrics))
     if settings.api_keys:
-        middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+        middleware.append(Middleware(with_keys, keys=settings.api_keys))
     app = Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: _not_served}
     )

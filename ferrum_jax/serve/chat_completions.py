@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: conversations, with calls of tools."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ferrum_jax.serve.answers import AnswerProgress, Answers, Piece, make_group
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
-from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
+from ferrum_jax.serve.generation import LONG, EventStream, begin, check_room, chunks_of, new_head, note
 from ferrum_jax.serve.logprobs import chat_logprobs, prompt_report
 from ferrum_jax.serve.prompting import chat_text, prompt_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
@@ -57,32 +57,13 @@ async def chat(service: Service, http: HttpRequest) -> ASGIApp:
                 return JsonAnswer(told)
 
             return await service.run(whole) if usage["total_tokens"] > LONG else whole()
-        chunks = _chunks(service, http, body, head | {"object": "chat.completion.chunk"}, answers, readers)
+
+        async def parts(piece: Piece) -> list[dict[str, Any]]:
+            return readers[piece.choice.index].parts(piece)
+
+        head["object"] = "chat.completion.chunk"
+        chunks = chunks_of(service, http, body, head, answers, parts, [reader.first() for reader in readers])
         return EventStream(http, stack.pop_all(), chunks, answers.caller.deadline)
-
-
-async def _chunks(
-    service: Service,
-    http: HttpRequest,
-    body: ChatBody,
-    head: dict[str, Any],
-    answers: Answers,
-    readers: Sequence["_Reader"],
-) -> AsyncIterator[bytes]:
-    usages = UsageChunks(body, answers)
-    for reader in readers:
-        first = {"index": reader.choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        chunk = head | {"choices": [first | {"finish_reason": None}]}
-        if body.return_token_ids:
-            chunk["prompt_token_ids"] = reader.choice.request.prompt
-        yield usages.of(chunk)
-    while not answers.is_over:
-        for piece in await answers.next():
-            for choice in readers[piece.choice.index].parts(piece):
-                yield usages.of(head | {"choices": [choice]})
-        service.metrics.count_tokens(answers.choices)
-    note(http, completion_tokens=usages.total()["completion_tokens"])
-    yield usages.last(head)
 
 
 def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
@@ -203,6 +184,12 @@ class _Reader:
         if body.return_token_ids:
             told["token_ids"] = [one.token_id for one in tokens]
         return told
+
+    def first(self) -> dict[str, Any]:
+        """Returns the fields of the chunk before all pieces."""
+        choice = {"index": self.choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        ids = {"prompt_token_ids": self.choice.request.prompt} if self._body.return_token_ids else {}
+        return {"choices": [choice | {"finish_reason": None}]} | ids
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
         """Returns a new piece as deltas; the first has the log-probabilities and ids of all."""

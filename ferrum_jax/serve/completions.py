@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -10,10 +9,10 @@ from starlette.types import ASGIApp
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group, scored_only
+from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
-from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_head, note
+from ferrum_jax.serve.generation import LONG, EventStream, begin, check_room, chunks_of, new_head, note
 from ferrum_jax.serve.logprobs import TextLogprobs, prompt_report
 from ferrum_jax.serve.prompting import check_length, prompt_ids, tokenizer_of
 from ferrum_jax.serve.schema import CompletionBody
@@ -33,7 +32,8 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
         answers = await begin(service, http, body, len(body.prompts) * n, stack, make)
         writers = [_Writer(service, body, choice, body.prompts[choice.index // n]) for choice in answers.choices]
         if not body.stream:
-            await answers.rest()
+            while not answers.is_over:
+                await answers.next()
             for choice in answers.choices:
                 service.count_answer(choice, str(choice.request.finish_reason))
             usage = answers.usage()
@@ -43,23 +43,17 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
                 return JsonAnswer(head | {"choices": [one.whole() for one in writers], "usage": usage})
 
             return await service.run(whole) if usage["total_tokens"] > LONG else whole()
-        usages = UsageChunks(body, answers)
 
-        async def chunks() -> AsyncIterator[bytes]:
-            while not answers.is_over:
-                for piece in await answers.next():
-                    if piece.finish_reason is not None:
-                        service.count_answer(piece.choice, piece.finish_reason)
-                    part = writers[piece.choice.index].part
-                    has_prompt = piece.is_first and body.echo and len(piece.choice.request.prompt) > LONG
-                    told = await service.run(part, piece) if has_prompt else part(piece)
-                    if told is not None:
-                        yield usages.of(head | {"choices": [told]})
-                service.metrics.count_tokens(answers.choices)
-            note(http, completion_tokens=usages.total()["completion_tokens"])
-            yield usages.last(head)
+        async def parts(piece: Piece) -> list[dict[str, Any]]:
+            if piece.finish_reason is not None:
+                service.count_answer(piece.choice, piece.finish_reason)
+            part = writers[piece.choice.index].part
+            has_prompt = piece.is_first and body.echo and len(piece.choice.request.prompt) > LONG
+            told = await service.run(part, piece) if has_prompt else part(piece)
+            return [] if told is None else [told]
 
-        return EventStream(http, stack.pop_all(), chunks(), answers.caller.deadline)
+        chunks = chunks_of(service, http, body, head, answers, parts)
+        return EventStream(http, stack.pop_all(), chunks, answers.caller.deadline)
 
 
 def _group(
@@ -81,8 +75,10 @@ def _group(
         prompt_logprobs=None if with_prompt < 0 else with_prompt,
     )
     group = make_group(service.llm, ids, params, n, adapter, body.priority or 0)
-    if body.max_tokens == 0:
-        scored_only(group[0])
+    if body.max_tokens == 0:  # nothing is generated; without tokens to score the request is done
+        group[0].limit = 0
+        if group[0].num_unscored == 0:
+            group[0].finish_reason = "length"
     return group
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Answers, Caller, DisconnectError
+from ferrum_jax.serve.answers import Answers, Caller, DisconnectError, Piece
 from ferrum_jax.serve.errors import ApiError, bad_request, dump
 from ferrum_jax.serve.prompting import TOO_LONG
 from ferrum_jax.serve.schema import SamplingBody
@@ -83,31 +83,38 @@ def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> 
         )
 
 
-class UsageChunks:
-    """Adds the token counts so far to the chunks of a stream that should have them."""
+async def chunks_of(
+    service: Service,
+    http: HttpRequest,
+    body: SamplingBody,
+    head: dict[str, Any],
+    answers: Answers,
+    parts: Callable[[Piece], Awaitable[Sequence[dict[str, Any]]]],
+    first: Sequence[dict[str, Any]] = (),
+) -> AsyncIterator[bytes]:
+    """Yields the chunks of a stream as events.
 
-    def __init__(self, body: SamplingBody, answers: Answers):
-        """Reads from a request's body which chunks should have counts."""
-        options = body.stream_options
-        self._at_end = options is not None and options.include_usage
-        self._always = self._at_end and options is not None and options.continuous_usage_stats
-        self._answers = answers
+    They have the fields of `head`, and first those of each of `first`, then the choices that `parts` makes of each new
+    piece, and at the end, if the request asks for them, the token counts.
+    """
+    options = body.stream_options
+    has_usage = options is not None and options.include_usage
+    is_continuous = options is not None and options.continuous_usage_stats
 
-    def of(self, chunk: dict[str, Any]) -> bytes:
-        """Returns a chunk as an event."""
-        if self._always:
-            chunk["usage"] = self.total()
-        elif self._at_end:
-            chunk["usage"] = None
-        return event(chunk)
+    def chunk(fields: dict[str, Any]) -> bytes:
+        usage = {"usage": answers.usage() if is_continuous else None} if has_usage else {}
+        return event(head | fields | usage)
 
-    def last(self, head: dict[str, Any]) -> bytes:
-        """Returns the last chunk, with the counts; empty if the request did not ask for it."""
-        return event(head | {"choices": [], "usage": self.total()}) if self._at_end else b""
-
-    def total(self) -> dict[str, Any]:
-        """Returns the counts so far."""
-        return self._answers.usage()
+    for fields in first:
+        yield chunk(fields)
+    while not answers.is_over:
+        for piece in await answers.next():
+            for choice in await parts(piece):
+                yield chunk({"choices": [choice]})
+        service.metrics.count_tokens(answers.choices)
+    note(http, completion_tokens=answers.usage()["completion_tokens"])
+    if has_usage:
+        yield event(head | {"choices": [], "usage": answers.usage()})
 
 
 def event(value: Any) -> bytes:
@@ -150,8 +157,7 @@ class EventStream:
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async for chunk in self._chunks:
-                    if chunk:
-                        await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
             except DisconnectError:
                 raise
             except ApiError as found:

@@ -104,23 +104,20 @@ class Metrics:
 
         `held` is the number of answers that wait outside the engine.
         """
-        with self._scraping:
-            return self._render(llm, held)
-
-    def _render(self, llm: LLM, held: int) -> bytes:
         scheduler = llm.engine.scheduler
-        self.running.set(scheduler.num_running)
-        self.waiting.set(scheduler.num_waiting + held)
-        try:
-            blocks, reuse = llm.model.kv_slot_capacity_snapshot(), llm.model.cache_metrics_snapshot()
-        except FerrumError:  # the model was closed or has failed: its last figures stay
-            blocks = reuse = None
-        if blocks is not None:
-            usage = 1 - blocks.free_blocks / max(1, blocks.total_blocks)
-            self.kv_usage.set(usage)
-            self.gpu_usage.set(usage)
-        if reuse is not None:
-            hits = int(reuse.get("saved_prefill_tokens", 0))
-            self.prefix_hits.inc(max(0, hits - self._seen_hits))
-            self._seen_hits = hits
-        return generate_latest(self.registry)
+        with self._scraping:
+            self.running.set(scheduler.num_running)
+            self.waiting.set(scheduler.num_waiting + held)
+            try:
+                blocks, reuse = llm.model.kv_slot_capacity_snapshot(), llm.model.cache_metrics_snapshot()
+            except FerrumError:  # the model was closed or has failed: its last figures stay
+                blocks = reuse = None
+            if blocks is not None:
+                usage = 1 - blocks.free_blocks / max(1, blocks.total_blocks)
+                self.kv_usage.set(usage)
+                self.gpu_usage.set(usage)
+            if reuse is not None:
+                hits = int(reuse.get("saved_prefill_tokens", 0))
+                self.prefix_hits.inc(max(0, hits - self._seen_hits))
+                self._seen_hits = hits
+            return generate_latest(self.registry)

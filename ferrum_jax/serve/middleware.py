@@ -23,20 +23,14 @@ _OPEN = ("/health",)  # paths that need no key: probes have none
 CLIENT_LEFT = 499  # status in the log, as in nginx
 
 
-class DirectSend:
-    """Keeps the server's own `send` in the scope, by which pieces of a stream bypass middleware that ignores them.
+def with_direct_send(app: ASGIApp) -> ASGIApp:
+    """Keeps the server's own `send` in the scope, by which pieces of a stream bypass middleware that ignores them."""
 
-    An ASGI application.
-    """
-
-    def __init__(self, app: ASGIApp):
-        """Wraps an application."""
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         scope["ferrum.send"] = send
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return answer
 
 
 class RequestLog:
@@ -97,30 +91,25 @@ class RequestLog:
         return None
 
 
-class ApiKeys:
-    """Passes on requests with one of the keys, compared in constant time; an ASGI application."""
+def with_keys(app: ASGIApp, keys: tuple[str, ...]) -> ASGIApp:
+    """Passes on requests with one of the keys, compared in constant time, and raises a 401 for others."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        """Wraps an application, given the keys."""
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def is_known(scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        found = [hmac.compare_digest(given, one) for one in digests]  # compares with all keys, for constant time
+        return scheme.lower() == "bearer" and any(found)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or raises a 401."""
-        if scope["type"] == "http" and not (self._is_open(scope) or self._knows(scope)):
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN
+        if not (is_open or is_known(scope)):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as `Authorization: Bearer KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
 
-    def _is_open(self, scope: Scope) -> bool:
-        return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN
-
-    def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = [hmac.compare_digest(given, one) for one in self._digests]  # compares with all keys, for constant time
-        return scheme.lower() == "bearer" and any(found)
+    return answer

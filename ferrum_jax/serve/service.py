@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, FerrumError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.intake import capacity_of
@@ -63,7 +63,7 @@ class Service:
             raise ConfigError(f"an adapter is called {self.name!r}, as the model itself: give it another name")
         try:
             for name, path in settings.adapters.items():
-                self.runner.load_lora(name, path)
+                llm.runner.load_lora(name, path)
                 self.adapters[name] = path
         except BaseException:
             self._drop_adapters()
@@ -161,18 +161,11 @@ class Service:
             if not choice.is_ended:
                 self.metrics.count_answer(choice, "abort")
 
-    @property
-    def runner(self) -> ModelRunner:
-        """The `ModelRunner` below; raises UnsupportedError if the model is another kind."""
-        if not isinstance(self.llm.model, ModelRunner):
-            raise UnsupportedError(f"this server runs a {type(self.llm.model).__name__}, not a ModelRunner")
-        return self.llm.model
-
     async def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter, whose name requests may then give as their model; raises a 409 for a name in use."""
         if name in self.adapters or name == self.name:
             raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
-        await self.run(lambda: self.runner.load_lora(name, path), administers=True)
+        await self.run(lambda: self.llm.runner.load_lora(name, path), administers=True)
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
@@ -184,8 +177,7 @@ class Service:
             del self.adapters[name]  # last: if unloading fails, it can be tried again
 
     def _unload(self, name: str) -> None:
-        self.llm.engine.settle()  # aborted requests still hold the adapter
-        self.runner.unload_lora(name)
+        self.llm.runner.unload_lora(name)  # `llm.runner` waits for aborted requests, which still hold the adapter
 
     def path_of_adapter(self, path: str) -> str:
         """Resolves a client's path below the adapter root; raises a 403 for a path outside it, or without a root."""
@@ -216,10 +208,10 @@ class Service:
                 raise from_engine(problem) from problem
 
     def _read_weights(self, path: str) -> Any:
-        served, source = self.runner.describe(), open_checkpoint(path)
+        runner = self.llm.runner
+        served, source = runner.describe(), open_checkpoint(path)
         own, given = (
-            config.reaching(self.runner.kv_capacity(), at_most=True)
-            for config in (self.runner.model_config, source.config)
+            config.reaching(runner.kv_capacity(), at_most=True) for config in (runner.model_config, source.config)
         )
         if differences := [
             f"{name} is {getattr(given, name)} there, {getattr(own, name)} of the model that is served"
@@ -244,7 +236,7 @@ class Service:
         if any(size > 1 for axis, size in mesh.items() if axis != "data"):
             with contextlib.suppress(FerrumError):
                 return find_device("cpu")
-        return self.runner.device
+        return self.llm.runner.device
 
 
 def _are_like(a: Any, b: Any) -> bool:

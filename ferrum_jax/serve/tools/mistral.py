@@ -45,14 +45,11 @@ class MistralCalls(ToolParser):
         return [Content(text)] if text else []
 
     def _after_mark(self, letter: str) -> list[Event]:
+        if letter in SPACES or letter == "{":
+            return self._between(letter)
         self._raw += letter
-        if letter in SPACES:
-            return []
         if letter == "[":
             self._is_list, self._step = True, self._between
-        elif letter == "{":
-            self._call, self._step = CallObject(), self._in_object
-            return self._call.push(letter)
         else:
             self._buffer, self._step = letter, self._in_name
         return []
