@@ -4,8 +4,9 @@ Open loop: requests arrive at times drawn beforehand (Poisson), whether or not t
 through it in this process, greedily. Prompts have 32 to 256 tokens and answers 16 to 64, drawn evenly. The ceiling is
 what is finished in a second when all requests are there at once; the rates are shares of it. Time to first token (TTFT)
 counts from the arrival, time per output token (TPOT) is the mean over an answer, and goodput is the requests a second
-that kept within both limits, `--ttft-limit` and `--tpot-limit`. Before that, with all rows decoding, the rate of
-`LLM.generate`, greedy and drawn, stands beside that of the compiled decode step, alone and with the sampler after it.
+that kept within both limits, `--ttft-limit` and `--tpot-limit`. Before that, with all rows decoding 256 tokens after
+32, the rate of `LLM.generate`, greedy and drawn, stands beside that of the compiled decode step, alone and with the
+sampler after it.
 """
 
 import argparse

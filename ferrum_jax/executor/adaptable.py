@@ -91,6 +91,8 @@ class Adaptable(Observable):
             InvalidParameterError: these are not the arrays of an adapter of this model; the message lists where.
             RequestValidationError: the rank is above `max_lora_rank`, or a sequence that is not kept is bound to it.
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
+            DeviceError: a device has no memory for the arrays, or failed. Nothing changed, unless other replicas have
+                them already: then the adapter is unloaded everywhere, and the state is Error.
         """
         with self._life.lock, self._life:
             for one in self._pipelines:
@@ -98,7 +100,7 @@ class Adaptable(Observable):
             laid_out = self._pipelines[0].adapters.lay_out(tree, scale, index)
             for one in self._pipelines:
                 one.settle()
-            self._on_all(lambda one: _take(one, name, laid_out))
+            self._on_all(lambda one: _take(one, name, laid_out), undo=lambda one: one.adapters.drop(name))
             self.params_version += 1
 
     def unload_lora(self, name: str) -> None:
@@ -113,10 +115,13 @@ class Adaptable(Observable):
                 one.adapters.check_unloadable(name)
             self._on_all(lambda one: _unload(one, name))
 
-    def _on_all(self, change: Callable[[Pipeline], object]) -> None:
-        """Makes a change on every replica; an interrupted one of several is made again on all, so that none lacks it.
+    def _on_all(
+        self, change: Callable[[Pipeline], object], undo: Callable[[Pipeline], object] = lambda _: None
+    ) -> None:
+        """Makes a change on every replica.
 
-        If it fails on a replica after others have it, all sequences are lost.
+        If it is interrupted and there are several replicas, it is made again on each, so that none lacks it. If it
+        fails on one after others have it, `undo` is called for each, and all sequences are lost.
         """
         changed = []
         try:
@@ -124,12 +129,13 @@ class Adaptable(Observable):
                 change(one)
                 changed.append(one)
         except FerrumError:
-            for one in changed:
+            for one in self._pipelines if changed else ():
+                undo(one)
                 one.device.lose()
             raise
         except BaseException:
             for one in self._pipelines if self.num_replicas > 1 else ():
-                with contextlib.suppress(FerrumError):
+                with contextlib.suppress(Exception):  # the interrupt itself is raised
                     change(one)
             raise
 

@@ -246,6 +246,11 @@ class Adapters:
         self.check_unloadable(name)
         return self._loaded.pop(name)
 
+    def drop(self, name: str) -> None:
+        """Forgets an adapter, if it is loaded, whose sequences are lost."""
+        found = self._loaded.pop(name, None)
+        self._bound = {cache_id: one for cache_id, one in self._bound.items() if one is not found}
+
     def check_unloadable(self, name: str) -> None:
         """Raises NotFoundError for an adapter that is not loaded, RequestValidationError for one in use."""
         _check_name(name)

@@ -255,8 +255,8 @@ class DeviceState:
     def changing(self) -> Iterator[None]:
         """Calls `lose` if the block within fails or is interrupted: half of the bookkeeping may be written.
 
-        A refusal changes nothing, and neither does a failure to compile a program or to place an adapter. A program
-        that fails on the device has taken the KV with it.
+        A refusal changes nothing, and neither does a failure to compile a program or to place an adapter. The KV is
+        donated to programs that change it, so that it is lost without this if one of them fails.
         """
         try:
             yield

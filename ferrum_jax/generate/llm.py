@@ -370,7 +370,10 @@ class LLM:
         ]
 
     def _finish(self, groups: Groups, bar: Bar | None, *, firsts: Requests = (), return_errors: bool = False) -> None:
-        """Runs groups, from `firsts` if given, to their end; raises the earliest error unless `return_errors`."""
+        """Runs all requests to their end; raises the error of the first that failed unless `return_errors`.
+
+        `firsts` are the requests to begin with, whose `copies` are the others; the first of each group if not given.
+        """
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed
         try:

@@ -66,9 +66,9 @@ class FerrumLM(TemplateLM):
         if max_length not in (None, capacity):
             raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
         short = (1, rows) if rows > 1 else (1,)  # continuations of a few tokens, all of them in one step
-        engine = settings.pop("engine", None) or EngineConfig(verify_blocks=short)
-        if getattr(engine, "prefix_cache", None) is None:
-            settings.setdefault("prefix_cache", True)
+        engine = settings.pop("engine", None)
+        if engine is None:
+            engine = EngineConfig(verify_blocks=short, prefix_cache=settings.pop("prefix_cache", True))
         place = None if device in ("cuda", "cuda:0") else device
         self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, engine=engine, **settings)
         self.tokenizer: Any = self.llm.tokenizer

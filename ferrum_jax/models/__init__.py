@@ -36,7 +36,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, qua
 
     With `quantize`, each matrix is drawn in float32 and quantised before the next: only one is in memory in float32.
     """
-    dtype = float_dtype(dtype, "expected one of").name
+    dtype = float_dtype(dtype, "expected").name
     formats = {} if quantize is None else choose_formats(cfg, quantize)
 
     def draw(name: str, spec: specs.ParamSpec) -> jax.Array | QuantisedWeight:

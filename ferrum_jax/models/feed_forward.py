@@ -93,7 +93,8 @@ def route(
     """Returns each token's experts and their shares, float32, after interventions, and the captured arrays.
 
     Shares are scores among all experts or, with `norm_topk_prob`, among the chosen ones; `bias` is added to the scores
-    for the choice alone. Intervened ids of no expert become 0, with the share NaN.
+    for the choice alone. Intervened ids of no expert become 0, with the share NaN; the token's other shares then mean
+    nothing.
     """
     is_sigmoid, wide = experts.scoring_func == "sigmoid", logits.astype(jnp.float32)
     scores = jax.nn.sigmoid(wide) if is_sigmoid else jax.nn.softmax(wide, axis=-1)

@@ -186,14 +186,14 @@ def float_dtype(dtype: Any, expected: str) -> jnp.dtype:
     with contextlib.suppress(TypeError, ValueError):
         if (found := jnp.dtype(dtype)).name in DTYPES:
             return found
-    raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, {expected} {' or '.join(DTYPES)}")
+    raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, {expected} {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
 
 
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
     """Dequantises the weights of a tree to `dtype`; if None, to the dtype of the other parameters.
 
     Raises:
-        InvalidParameterError: `dtype` is not a floating-point type of at least 16 bits.
+        InvalidParameterError: `dtype` is none of float32, float16 and bfloat16.
     """
     wanted = activation_dtype(params) if dtype is None else float_dtype(dtype, "weights are dequantised to")
 

@@ -1,6 +1,5 @@
 """A model on a mesh of devices: what fits, how long a step takes at least, and what limits it."""
 
-import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -319,15 +318,17 @@ def most_sequences(deployment: Deployment, free_bytes: int) -> int:
 
 def _advice(deployment: Deployment, temporary_bytes: int | None) -> str:
     """Names the smallest larger meshes on which the load fits, as the end of a message."""
-    found, model = list[str](), 2 * deployment.model
-    while len(found) < 2 and deployment.expert * model <= deployment.subject.cfg.num_attention_heads:
-        with contextlib.suppress(FerrumError):  # nothing connects so many, or the model cannot be divided so
+    found, model = list[str](), deployment.model
+    while len(found) < 2 and 2 * deployment.expert * model <= deployment.subject.cfg.num_attention_heads:
+        model *= 2
+        try:
             other = replace(deployment, model=model)
             taken = sum(parameter_bytes(other).values()) + (temporary_bytes or 0)
-            usable = int(other.machine.memory_bytes * other.memory_share)
-            if most_sequences(other, usable - taken) >= (other.rows or 1):
-                found.append(other.mesh)
-        model *= 2
+        except FerrumError:  # nothing is known to connect so many, or the model cannot be divided so
+            continue
+        usable = int(other.machine.memory_bytes * other.memory_share)
+        if most_sequences(other, usable - taken) >= (other.rows or 1):
+            found.append(other.mesh)
     if found:
         return f"; it fits on {' or on '.join(found)}"
     return f"; it fits on no larger mesh of {deployment.machine.name} that this model can be divided over"

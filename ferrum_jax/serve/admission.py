@@ -64,8 +64,9 @@ class Admission:
                     await caller.wait_for(self._open.wait())
             finally:
                 self.held -= answers
+            caller.check()
             self._check_stays(adapter)
-            self.users[adapter] += 1
+            self.users[adapter] += 1  # nothing is waited for since the pause was looked at
             try:
                 yield
             finally:

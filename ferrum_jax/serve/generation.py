@@ -94,8 +94,8 @@ async def chunks_of(
 ) -> AsyncIterator[bytes]:
     """Yields the chunks of a stream as events.
 
-    They have the fields of `head`, and first those of each of `first`, then the choices that `parts` makes of each new
-    piece, and at the end, if the request asks for them, the token counts.
+    Each has the fields of `head`. Those of `first` come first, then one for each choice that `parts` returns for a new
+    piece, and at the end, if the request asks for it, one with the token counts.
     """
     options = body.stream_options
     has_usage = options is not None and options.include_usage

@@ -72,7 +72,7 @@ def default_dtype(device: JaxDevice) -> str:
 def free_bytes(device: JaxDevice, *, is_needed: bool = True) -> int:
     """Bytes that are free on a device now; on a CPU, those of the machine that this process's container allows.
 
-    `AMPLE` for a device that does not report it, where that is not needed.
+    For a device that does not report it, `AMPLE` if the figure is not needed.
 
     Raises:
         DeviceError: it is needed, and the device does not report it.

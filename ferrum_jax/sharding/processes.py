@@ -324,7 +324,8 @@ def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
                 hello = read_message(connection, _HELLO_SECONDS, _MOST_HELLO)
                 mine = hmac.compare_digest(str(hello.facts["token"]), token)
                 peer = int(hello.facts["process"]) if mine else 0
-                name = f"host {hello.facts['host']}, pid {hello.facts['pid']}, from {where}"
+                told = where.removeprefix("::ffff:")  # an IPv4 address
+                name = f"host {hello.facts['host']}, pid {hello.facts['pid']}, from {told}"
             except Exception:  # noqa: BLE001  # whatever a stranger sends, it is no hello
                 mine, peer, name = False, 0, ""
             if not mine or peer not in range(1, count) or peer in peers:  # somebody else's

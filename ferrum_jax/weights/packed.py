@@ -99,7 +99,7 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
         wanted = {BLOCKS: _Part(("U8",), [shape]), SCALES: _Part(("U8",), [shape[:-1]])}
         mine = _mismatches(f"{name}_", given, wanted)
         if BLOCKS in given and (len(shape) != 4 or shape[-1] != MXFP4_GROUP // 2):
-            mine = [f"{tensors[BLOCKS]} has shape {list(shape)}, expected experts, outputs, groups and 16"]
+            mine += [f"{tensors[BLOCKS]} has shape {list(shape)}, expected experts, outputs, groups and 16"]
         problems += mine
         if not mine:
             found[name] = PackedWeight((*shape[:2], shape[2] * MXFP4_GROUP), tensors)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -371,27 +372,29 @@ def test_strangers_neither_end_nor_hold_up_the_start():
 
 @pytest.mark.parametrize(
     ("host", "meant"),  # this host's name may stand for a loopback address of its own, such as Debian's 127.0.1.1
-    [("localhost", ["127.0.0.1"]), ("here.example", ["127.0.0.1", "127.0.1.1", "::1"]), ("::1", ["::1"])],
-)
-def test_process_0_can_be_reached_by_every_address_that_its_name_may_mean(host: str, meant: list[str]):
-    if "::1" in meant and not socket.has_dualstack_ipv6():
-        meant = [address for address in meant if address != "::1"]
+    [
+        ("localhost", "127.0.0.1"), ("here.example", "127.0.0.1"), ("here.example", "127.0.1.1"),
+        ("here.example", "::1"), ("::1", "::1"),
+    ],
+)  # fmt: skip
+def test_process_0_can_be_reached_by_every_address_that_its_name_may_mean(host: str, meant: str):
+    try:
+        socket.create_server((meant, 0), family=socket.AF_INET6 if ":" in meant else socket.AF_INET).close()
+    except OSError as problem:
+        pytest.skip(f"this machine has no address {meant}: {problem}")
 
     class Store:
-        def __init__(self, address: str):
-            self.address = address
-
         def key_value_set(self, _: str, value: str) -> None:
             told = json.loads(value)
-            self.peer = socket.create_connection((self.address, told["port"]), 10)
+            self.peer = socket.create_connection((meant, told["port"]), 10)
             facts = {"token": told["token"], "process": 1, "host": "there", "pid": 7}
             self.peer.sendall(b"".join(Message("hello", facts).pack()))
 
-    for store in map(Store, meant):
-        channel = processes._accept(host, store, 2, 30.0)
-        assert channel._names[1].startswith("host there, pid 7")
-        channel.close()
-        store.peer.close()
+    store = Store()
+    channel = processes._accept(host, store, 2, 30.0)
+    assert re.fullmatch(r"host there, pid 7, from (127\.0\.\d\.1|::1)", channel._names[1])
+    channel.close()
+    store.peer.close()
 
 
 def test_a_peer_that_nobody_can_hear_counts_as_gone(monkeypatch: pytest.MonkeyPatch):

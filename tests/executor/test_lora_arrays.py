@@ -100,7 +100,7 @@ def test_values_that_cannot_be_placed_change_nothing(
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
 
-    monkeypatch.setattr(runner._adapters, "install", fail)
+    monkeypatch.setattr(runner._programs, "_steps", dict.fromkeys(runner._programs._steps, fail))
     for name in ("tuned", "other"):
         with pytest.raises(DeviceError, match="injected"):
             runner.set_lora(name, on_device("two"), scale=2.0, keep_sequences=True)

@@ -26,10 +26,11 @@ from ferrum_jax.contract.errors import (
     RequestValidationError,
     ResourceExhaustedError,
 )
+from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CAPACITY, CFG, REUSING, Oracle
+from tests.executor.conftest import CAPACITY, CFG, REUSING, Oracle, adapter_tensors
 from tests.long import OPERATIONS, SEED
 
 pytestmark = pytest.mark.devices
@@ -210,6 +211,63 @@ def test_an_adapter_that_only_one_replica_has_is_dropped_there(two: ReplicatedRu
     two.unload_lora("one")
     with pytest.raises(NotFoundError):
         two.unload_lora("one")
+
+
+def test_arrays_that_only_some_replicas_can_take_leave_the_adapter_on_none(
+    two: ReplicatedRunner, oracles: dict[str | None, Oracle], monkeypatch: pytest.MonkeyPatch
+):
+    bound = ActiveLoraAdapter(name="tuned", path="")
+    two.set_lora("tuned", adapter_tensors("one"), scale=2.0)
+    two.set_lora_adapter_for_cache("a", bound)
+    two.prefill("a", [1, 2])
+    for at, names in ((0, ["tuned"]), (1, [])):
+
+        def fail(*_: object) -> None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(two.replicas[at]._adapters, "install", fail)
+            with pytest.raises(DeviceError, match="injected"):
+                two.set_lora("tuned", adapter_tensors("two"), scale=2.0, keep_sequences=True)
+        assert [one._adapters.names for one in two.replicas] == [names, names]
+        if at == 0:  # nothing has changed
+            check(two.decode("a", 3, 2), oracles["one"], [1, 2, 3])
+    assert two.state is ExecutorState.Error
+    two.reset()
+    two.set_lora("tuned", adapter_tensors("two"), scale=2.0)
+    for key in ("a", "b"):
+        two.set_lora_adapter_for_cache(key, bound)
+    for row in two.unified_forward([(key, [4, 5], 0, True) for key in ("a", "b")]):
+        check(row, oracles["two"], [4, 5])
+    assert {two.replica_of("a"), two.replica_of("b")} == {0, 1}
+    two.reset()
+    two.unload_lora("tuned")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_leaves_the_arrays_of_an_adapter_on_all_replicas(
+    at: int, two: ReplicatedRunner, oracles: dict[str | None, Oracle], monkeypatch: pytest.MonkeyPatch
+):
+    adapters, calls = two.replicas[at]._adapters, []
+    install = adapters.install
+
+    def interrupted(*given: Any) -> None:
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        install(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "install", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.set_lora("tuned", adapter_tensors("one"), scale=2.0)
+    two.reset()  # an interrupted change may have written half of what it writes
+    for key in ("a", "b"):
+        two.set_lora_adapter_for_cache(key, ActiveLoraAdapter(name="tuned", path=""))
+    for row in two.unified_forward([(key, [4, 5], 0, True) for key in ("a", "b")]):
+        check(row, oracles["one"], [4, 5])
+    two.reset()
+    two.unload_lora("tuned")
 
 
 @pytest.mark.parametrize("at", [0, 1])

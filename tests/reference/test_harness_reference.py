@@ -134,8 +134,9 @@ def test_an_engine_may_be_given_and_the_pool_bounds_the_length(tmp_path: Path, o
     letters().backend.save(str(folder / "tokenizer.json"))
     sizes = EngineConfig(block_size=16, kv_blocks=2)
     for reuses, more in (
-        (True, {"engine": sizes}),
-        (False, {"engine": sizes, "prefix_cache": False}),
+        (False, {"engine": sizes}),  # which may have what excludes it, such as `window_kv`
+        (True, {"engine": sizes, "prefix_cache": True}),
+        (True, {"block_size": 16, "kv_blocks": 2}),
         (False, {"engine": replace(sizes, prefix_cache=False)}),
         (False, {"block_size": 16, "kv_blocks": 2, "prefix_cache": False}),
     ):

@@ -528,6 +528,9 @@ class Patient:
     async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 
+    def check(self) -> None:
+        """Nothing ends it."""
+
 
 def test_a_second_unload_of_an_adapter_is_refused_and_admits_nobody_while_the_first_waits():
     async def main() -> None:
@@ -575,7 +578,7 @@ def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
     assert "tuned" in asyncio.run(main())
 
 
-class Slow:
+class Slow(Patient):
     """A caller that goes on one turn of the event loop after what it waited for."""
 
     async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
