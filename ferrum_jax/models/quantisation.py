@@ -181,21 +181,23 @@ def quantise(
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
 
 
-def float_dtype(dtype: Any, expected: str) -> jnp.dtype:
-    """Returns the dtype of plain parameters; raises InvalidParameterError for another."""
+def float_dtype(dtype: Any, expected: str, names: Sequence[str] = DTYPES) -> jnp.dtype:
+    """Returns one of the dtypes of plain parameters; raises InvalidParameterError for another."""
     with contextlib.suppress(TypeError, ValueError):
-        if (found := jnp.dtype(dtype)).name in DTYPES:
+        if (found := jnp.dtype(dtype)).name in names:
             return found
-    raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, {expected} {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, {expected} {', '.join(names[:-1])} or {names[-1]}")
 
 
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
     """Dequantises the weights of a tree to `dtype`; if None, to the dtype of the other parameters.
 
     Raises:
-        InvalidParameterError: `dtype` is none of float32, float16 and bfloat16.
+        InvalidParameterError: `dtype` is none of float32, float16, bfloat16 and float64.
     """
-    wanted = activation_dtype(params) if dtype is None else float_dtype(dtype, "weights are dequantised to")
+    wanted = activation_dtype(params)
+    if dtype is not None:
+        wanted = float_dtype(dtype, "weights are dequantised to", (*DTYPES, "float64"))
 
     def plain(leaf: Any) -> Any:
         if not is_quantised(leaf):

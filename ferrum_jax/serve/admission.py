@@ -39,9 +39,9 @@ class Admission:
         """Counts a request of `answers` answers while it is served; waits while the server is paused.
 
         Raises:
-            DisconnectError: the caller left while it waited.
+            DisconnectError: the caller has left.
             ApiError: a 429 if too many answers wait, a 400 for more answers than may ever wait, a 503 if the server
-                drains, a 404 if the adapter is being unloaded.
+                drains, a 404 if the adapter is being unloaded, a 408 if the request's time is over.
         """
         most = self.rows + self.max_waiting
         if answers > most:

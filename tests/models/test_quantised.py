@@ -267,6 +267,8 @@ def test_arguments_that_are_no_dtype_or_number_are_refused():
         with pytest.raises(InvalidParameterError, match=r"dtype is .*, weights are dequantised to float32, float16"):
             models.dequantise(kept, dtype)
     assert models.dequantise(kept, "bfloat16")["weight"].dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        assert models.dequantise(kept, "float64")["weight"].dtype == jnp.float64
     sizes: list[Any] = ["4", True, 4.0, 0]
     for size in sizes:
         with pytest.raises(InvalidParameterError, match=f"group_size is {size!r}, expected an integer"):
