@@ -100,9 +100,7 @@ def generate(
     quantize: cli_options.QuantizeOption = None,
     layout: cli_options.LayoutOption = None,
     tokenizer: cli_options.TokenizerOption = None,
-    speculate: Annotated[
-        int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
-    ] = None,
+    speculate: cli_options.SpeculateOption = None,
 ) -> None:
     """Answer one prompt, streaming the text as it comes."""
     given = locals()
@@ -262,9 +260,11 @@ def _print_table(rows: Mapping[str, str]) -> None:
 @app.command("compile")
 def compile_steps(
     model: cli_options.ModelArgument = None,
-    max_seqs: Annotated[int | None, typer.Option(help="Live sequences; `generate` has 1 [default: 8]")] = None,
+    max_seqs: cli_options.SequencesOption = None,
     kv_capacity: cli_options.CapacityOption = None,
     memory_fraction: cli_options.MemoryOption = None,
+    kv_blocks: cli_options.BlocksOption = None,
+    prefix_cache: cli_options.PrefixOption = None,
     dtype: cli_options.DtypeOption = None,
     device: cli_options.DeviceOption = None,
     mesh: cli_options.MeshOption = None,
@@ -272,15 +272,20 @@ def compile_steps(
     layout: cli_options.LayoutOption = None,
     max_loras: cli_options.MaxLorasOption = 0,
     max_lora_rank: cli_options.MaxLoraRankOption = 0,
+    speculate: cli_options.SpeculateOption = None,
     folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:
-    """Compile everything that serving a model may need and store it on disk: later starts compile nothing."""
+    """Compile everything that serving a model may need and store it on disk: later starts compile nothing.
+
+    With the options of `serve`; `chat` has --max-seqs 1, `generate` that and --no-prefix-cache.
+    """
     given = locals()
     from ferrum_jax.compile import artifacts
     from ferrum_jax.compile.artifacts import artifacts_folder
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
+    from ferrum_jax.generate.speculation import Speculation
 
     root = artifacts_folder(EngineConfig(artifacts=folder).over(EngineConfig.from_environment()).artifacts)
     if root is None:
@@ -293,7 +298,10 @@ def compile_steps(
         except OSError as problem:
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
-    with LLM(model, device=device, artifacts=str(root), **cli_options.options_of(EngineConfig, given)) as llm:
+    speculation = None if speculate is None else Speculation(num_tokens=speculate)
+    beside: dict[str, Any] = {"device": device, "speculation": speculation, "artifacts": str(root)}
+    beside["prefix_cache"] = cli_options.reuses_prefixes(prefix_cache)
+    with LLM(model, **cli_options.options_of(EngineConfig, given, **beside)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None
         try:

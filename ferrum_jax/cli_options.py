@@ -12,6 +12,27 @@ def options_of(kind: Any, given: Mapping[str, Any], **own: Any) -> dict[str, Any
     return {field.name: given[field.name] for field in fields(kind) if field.name in given} | own
 
 
+def reuses_prefixes(given: bool | None) -> bool:
+    """Returns what --prefix-cache says, else FERRUM_PREFIX_CACHE; True if neither does."""
+    from ferrum_jax.config import EngineConfig
+
+    return EngineConfig(prefix_cache=given).over_environment().prefix_cache is not False
+
+
+PrefixOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Reuse what prompts have in common [default: as FERRUM_PREFIX_CACHE says, else yes]",
+    ),
+]
+SpeculateOption = Annotated[
+    int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
+]
+SequencesOption = Annotated[
+    int | None, typer.Option(help="Sequences at a time [default: 8; on a GPU or TPU up to 64, as memory allows]")
+]
+BlocksOption = Annotated[int | None, typer.Option(help="Blocks of the KV")]
 QuantizeOption = Annotated[
     str | None,
     typer.Option(help="Matrices in int8 or float8_e4m3fn; keep or auto: as the checkpoint has them; none: in full"),

@@ -41,7 +41,7 @@ def chat(
     quantize: cli_options.QuantizeOption = None,
     layout: cli_options.LayoutOption = None,
     tokenizer: cli_options.TokenizerOption = None,
-    speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
+    speculate: cli_options.SpeculateOption = None,
 ) -> None:
     """Converse with a model, which keeps in mind what was said; /help lists the commands."""
     given = locals()
@@ -53,7 +53,8 @@ def chat(
     params = SamplingParams(**cli_options.options_of(SamplingParams, given))
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
-    with LLM(model, max_seqs=1, prefix_cache=True, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
+    beside |= {"max_seqs": 1, "prefix_cache": cli_options.reuses_prefixes(None)}
+    with LLM(model, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: use `ferrum-jax generate`")
         console = Console(stderr=True)

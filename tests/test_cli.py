@@ -18,6 +18,7 @@ from ferrum_jax import LLM, SamplingParams, cli
 from ferrum_jax.compile.artifacts import SUFFIX
 from ferrum_jax.compile.private_folder import PrivateFolder
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.generate.speculation import Speculation
 from ferrum_jax.models.layout import layout_of
 from ferrum_jax.weights import orbax
@@ -189,10 +190,28 @@ def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Pat
 
 
 def test_the_share_of_memory_is_an_option_of_what_loads_a_model(run: Run, folder: Path):
-    for command in (("generate", "cab", "-m"), ("chat",), ("serve",), ("compile",)):
+    for command in (("generate", "cab", "-m"), ("chat",), ("serve", "--port", "0"), ("compile",)):
         refused(
             run(*command, folder, "--memory-fraction", "1.5"), "Config", "memory_fraction is 1.5, expected at most 1"
         )
+
+
+@pytest.mark.parametrize("command", ["serve", "compile", "chat"])
+def test_prefixes_are_reused_unless_an_option_or_else_the_variable_says_no(
+    command: str, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def load(model: str, **settings: Any):
+        raise ConfigError(f"prefix_cache={settings['prefix_cache']}")
+
+    monkeypatch.setattr("ferrum_jax.generate.llm.LLM", load)
+    port = ("--port", "0") if command == "serve" else ()
+    refused(run(command, folder, *port), "Config", "prefix_cache=True")
+    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "0")
+    refused(run(command, folder, *port), "Config", "prefix_cache=False")
+    if command != "chat":
+        refused(run(command, folder, *port, "--prefix-cache"), "Config", "prefix_cache=True")
+        monkeypatch.delenv("FERRUM_PREFIX_CACHE")
+        refused(run(command, folder, *port, "--no-prefix-cache"), "Config", "prefix_cache=False")
 
 
 def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):

@@ -133,7 +133,7 @@ class ExecutorAttentionConfig:
     attention_type: AttentionType = AttentionType.GroupedQuery
     enable_flash_attention: bool = False
     enable_paged_attention: bool = True
-    block_size: int | None = None  # positions; None: chosen for the backend
+    block_size: int | None = None  # positions; None: 128, or the capacity if that is smaller
     sliding_window_size: int | None = None  # positions
 
 

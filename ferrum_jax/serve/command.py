@@ -56,11 +56,11 @@ def serve(
     trainer_endpoints: Annotated[
         bool, typer.Option("--trainer-endpoints", help="Open /pause, /resume, /update_weights, /reset_prefix_cache")
     ] = False,
-    max_seqs: Annotated[int | None, typer.Option(help="Answers that are generated at a time")] = None,
+    max_seqs: cli_options.SequencesOption = None,
     kv_capacity: cli_options.CapacityOption = None,
     memory_fraction: cli_options.MemoryOption = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV")] = None,
-    prefix_cache: Annotated[bool, typer.Option(help="Reuse what prompts have in common")] = True,
+    kv_blocks: cli_options.BlocksOption = None,
+    prefix_cache: cli_options.PrefixOption = None,
     max_loras: cli_options.MaxLorasOption = 0,
     max_lora_rank: cli_options.MaxLoraRankOption = 0,
     dtype: cli_options.DtypeOption = None,
@@ -69,7 +69,7 @@ def serve(
     quantize: cli_options.QuantizeOption = None,
     layout: cli_options.LayoutOption = None,
     tokenizer: cli_options.TokenizerOption = None,
-    speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
+    speculate: cli_options.SpeculateOption = None,
     warmup: Annotated[bool, typer.Option(help="Compile everything before the first request")] = True,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
@@ -97,7 +97,8 @@ def serve(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
-    with bind(host, port) as bound, LLM(model, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
+    engine = cli_options.options_of(EngineConfig, given, prefix_cache=cli_options.reuses_prefixes(prefix_cache))
+    with bind(host, port) as bound, LLM(model, **beside, **engine) as llm:
         server = Server(llm, settings)
         if warmup:
             llm.warmup()
