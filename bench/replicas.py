@@ -77,7 +77,7 @@ def _serve(runner: ModelRunner, prompts: list[list[int]]) -> dict[str, Any]:
 
     def watch() -> None:
         while not is_done.wait(0.0005):
-            held = sum(len(replica._pipeline.table.cache_ids) for replica in replicas)
+            held = sum(len(replica._pipeline.table.live) for replica in replicas)
             counts.append((held, bool(llm.engine.scheduler._waiting)))
 
     watcher = threading.Thread(target=watch)

@@ -110,7 +110,7 @@ class Adaptable(Observable):
             NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
         with self._life.lock, self._life:
-            having = [one for one in self._pipelines if name in one.adapters.names] or self._pipelines[:1]
+            having = [one for one in self._pipelines if name in [*one.adapters.loaded]] or self._pipelines[:1]
             for one in having:
                 one.adapters.check_unloadable(name)
             self._on_all(lambda one: _unload(one, name))
@@ -147,16 +147,16 @@ def _install(on: Pipeline, name: str, read: PeftAdapter, path: str | os.PathLike
 
 def _take(on: Pipeline, name: str, laid_out: ParamTree) -> None:
     adapters, table = on.adapters, on.table
-    older = adapters.named(name)
+    older = adapters.loaded.get(name)
     users = [] if older is None else adapters.users_of(older)
     with on.device.changing():
         for evicted in adapters.set(name, laid_out):
             if evicted is older:
-                table.invalidate_adapter(evicted, adapters.named(name), users)
+                table.invalidate_adapter(evicted, adapters.loaded.get(name), users)
             else:
                 table.forget_adapter(evicted)
 
 
 def _unload(on: Pipeline, name: str) -> None:
-    if on.adapters.has(name):
+    if name in on.adapters.loaded:
         on.table.forget_adapter(on.adapters.unload(name))

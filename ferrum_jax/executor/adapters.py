@@ -67,8 +67,8 @@ class Adapters:
     steps: ProgramCache
     hosts: Hosts = field(default_factory=Hosts)
     projection_applications: int = 0
-    _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
-    _bound: dict[str, LoadedAdapter] = field(default_factory=dict)  # by cache id
+    loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
+    bound: dict[str, LoadedAdapter] = field(default_factory=dict)  # by cache id
     stacks: ParamTree | None = None
 
     def __post_init__(self):
@@ -79,16 +79,12 @@ class Adapters:
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
         """Returns the adapter that an id is bound to."""
-        return self._bound.get(cache_id)
+        return self.bound.get(cache_id)
 
     def row_of(self, cache_id: str) -> int:
         """Returns the row of the stacks that an id uses, -1 for none."""
-        found = self._bound.get(cache_id)
+        found = self.bound.get(cache_id)
         return NONE if found is None else found.row
-
-    def are_used(self) -> bool:
-        """True while any id is bound to an adapter."""
-        return bool(self._bound)
 
     def check_enabled(self, name: str) -> None:
         """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for an invalid name."""
@@ -96,21 +92,17 @@ class Adapters:
         if self.spec is None:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
 
-    def has(self, name: str) -> bool:
-        """Whether an adapter of this name is loaded."""
-        return name in self._loaded
-
     def check_new(self, name: str) -> None:
         """Raises AlreadyExistsError for the name of an adapter that is loaded."""
-        if self.has(name):
-            raise AlreadyExistsError(f"adapter {name!r} is loaded already, from {self._loaded[name].path or 'arrays'}")
+        if name in self.loaded:
+            raise AlreadyExistsError(f"adapter {name!r} is loaded already, from {self.loaded[name].path or 'arrays'}")
 
     def check_room(self, name: str, path: str = "") -> None:
         """Raises ResourceExhaustedError if a new name needs room and no loaded adapter may be evicted.
 
         A path where an adapter's files are missing is refused first, as by `read`.
         """
-        if self.spec is not None and not self.has(name) and len(self._loaded) >= self.spec.max_loras:
+        if self.spec is not None and name not in self.loaded and len(self.loaded) >= self.spec.max_loras:
             if path and not has_files(path):
                 self.read(path)
             self._first_idle()
@@ -136,7 +128,7 @@ class Adapters:
             DeviceError: the device failed; nothing changed.
         """
         assert self.spec is not None
-        older = self._loaded.get(name)
+        older = self.loaded.get(name)
         if is_pinned or (older is not None and not self._is_idle(older)):
             self.check_new(name)
         places = _from_root(path), os.path.realpath(path)
@@ -153,7 +145,7 @@ class Adapters:
             ResourceExhaustedError: as in `load`.
         """
         self.check_enabled(name)
-        older = self._loaded.get(name)
+        older = self.loaded.get(name)
         if older is None:
             self.check_room(name)
         elif older.path:
@@ -172,57 +164,43 @@ class Adapters:
 
         Sequences bound to the one replaced are bound to the new one.
         """
-        older = self._loaded.get(name)
+        older = self.loaded.get(name)
         users = [] if older is None else self.users_of(older)
         leaves = jax.tree.leaves(laid_out)
         evicted = self._place(LoadedAdapter(name, "", "", NONE, len(leaves) // 2, True), leaves)
         for cache_id in users:
-            self._bound[cache_id] = self._loaded[name]
+            self.bound[cache_id] = self.loaded[name]
         return evicted
-
-    def named(self, name: str) -> LoadedAdapter | None:
-        """Returns the loaded adapter of a name, or None."""
-        return self._loaded.get(name)
 
     def users_of(self, adapter: LoadedAdapter) -> list[str]:
         """The ids that are bound to an adapter."""
-        return [cache_id for cache_id, one in self._bound.items() if one is adapter]
+        return [cache_id for cache_id, one in self.bound.items() if one is adapter]
 
     def _place(self, made: LoadedAdapter, leaves: Sequence[Any]) -> list[LoadedAdapter]:
         """Puts an adapter into a row of the stacks; returns the adapter that was replaced or evicted for it, if any."""
         assert self.spec is not None
-        name, older = made.name, self._loaded.get(made.name)
+        name, older = made.name, self.loaded.get(made.name)
         if older is not None:
             evicted = [older]
         else:
-            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle()]
-        used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
+            evicted = [] if len(self.loaded) < self.spec.max_loras else [self._first_idle()]
+        used = {one.row for one in self.loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
         self.steps.get(self._install_key)
         for one in evicted:
             if one.path:  # forgotten first: after an interrupt its row may be the new adapter's
-                del self._loaded[one.name]
+                del self.loaded[one.name]
         try:
             told = [np.asarray(leaf) for leaf in leaves] if self.hosts.are_several else []
             leaves = told or leaves
             self.hosts.run(lambda: self.install(row, leaves), "install", None, *told, is_answered=True, row=row)
         except jax.errors.JaxRuntimeError as problem:
-            self._loaded |= {one.name: one for one in evicted}
+            self.loaded |= {one.name: one for one in evicted}
             raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
         for one in evicted:
-            self._loaded.pop(one.name, None)
-        self._loaded[name] = replace(made, row=row)
+            self.loaded.pop(one.name, None)
+        self.loaded[name] = replace(made, row=row)
         return evicted
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the adapters that are loaded."""
-        return list(self._loaded)
-
-    @property
-    def bound_ids(self) -> list[str]:
-        """The ids that are bound to an adapter."""
-        return list(self._bound)
 
     def install(self, row: int, leaves: Sequence[Any]) -> None:
         """Puts an adapter's tensors into a row of the stacks on this process's devices."""
@@ -244,19 +222,19 @@ class Adapters:
     def unload(self, name: str) -> LoadedAdapter:
         """Forgets an adapter that no sequence is bound to."""
         self.check_unloadable(name)
-        return self._loaded.pop(name)
+        return self.loaded.pop(name)
 
     def drop(self, name: str) -> None:
         """Forgets an adapter, if it is loaded, whose sequences are lost."""
-        found = self._loaded.pop(name, None)
-        self._bound = {cache_id: one for cache_id, one in self._bound.items() if one is not found}
+        found = self.loaded.pop(name, None)
+        self.bound = {cache_id: one for cache_id, one in self.bound.items() if one is not found}
 
     def check_unloadable(self, name: str) -> None:
         """Raises NotFoundError for an adapter that is not loaded, RequestValidationError for one in use."""
         _check_name(name)
-        found = self._loaded.get(name)
+        found = self.loaded.get(name)
         if found is None:
-            raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self._loaded)} are")
+            raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self.loaded)} are")
         if users := self.users_of(found):
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
 
@@ -267,9 +245,9 @@ class Adapters:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
             NotFoundError: no adapter has the name, and the path is empty.
         """
-        found = self._loaded.get(adapter.name)
+        found = self.loaded.get(adapter.name)
         if found is None and not os.fspath(adapter.path):
-            raise NotFoundError(f"adapter {adapter.name!r} is not loaded, {sorted(self._loaded)} are")
+            raise NotFoundError(f"adapter {adapter.name!r} is not loaded, {sorted(self.loaded)} are")
         if found is None or found.is_from(adapter.path):
             return found
         if self._is_idle(found):
@@ -280,7 +258,7 @@ class Adapters:
 
     def check_binding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
         """Raises RequestValidationError if a sequence with positions would change its adapter."""
-        bound = self._bound.get(cache_id)
+        bound = self.bound.get(cache_id)
         if adapter is None or bound is None:
             is_same = adapter is bound
         else:
@@ -292,31 +270,27 @@ class Adapters:
 
     def bind(self, cache_id: str, adapter: LoadedAdapter | None) -> None:
         """Binds an id to a loaded adapter, or to none."""
-        self._bound.pop(cache_id, None)
+        self.bound.pop(cache_id, None)
         if adapter is not None:
-            self._bound[cache_id] = adapter
-            self._loaded[adapter.name] = self._loaded.pop(adapter.name)
+            self.bound[cache_id] = adapter
+            self.loaded[adapter.name] = self.loaded.pop(adapter.name)
 
     def count(self, cache_ids: Iterable[str]) -> None:
         """Counts the projections that the rows of one call ran through."""
-        bound = [found for cache_id in cache_ids if (found := self._bound.get(cache_id)) is not None]
+        bound = [found for cache_id in cache_ids if (found := self.bound.get(cache_id)) is not None]
         self.projection_applications += sum(one.num_projections for one in bound)
-
-    def clear_bindings(self) -> None:
-        """Unbinds every id."""
-        self._bound.clear()
 
     def _is_idle(self, adapter: LoadedAdapter) -> bool:
         """True of an adapter that may be evicted: not loaded by name, and no sequence is bound to it."""
-        return not adapter.is_pinned and all(one is not adapter for one in self._bound.values())
+        return not adapter.is_pinned and all(one is not adapter for one in self.bound.values())
 
     def _first_idle(self) -> LoadedAdapter:
         """Returns the adapter to evict: of those that may be, the one that was bound longest ago."""
-        for one in self._loaded.values():
+        for one in self.loaded.values():
             if self._is_idle(one):
                 return one
         raise ResourceExhaustedError(
-            f"need room for 1 adapter, all {len(self._loaded)} of max_loras are loaded by name or in use",
+            f"need room for 1 adapter, all {len(self.loaded)} of max_loras are loaded by name or in use",
             needed=1,
             free=0,
         )

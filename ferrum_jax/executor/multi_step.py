@@ -142,7 +142,7 @@ def _run_group(
 def _check_run(run: DecodeRun, pipeline: Pipeline) -> _Run:
     key, table = check_cache_id(run.cache_id), pipeline.table
     check_position(key, "pos", run.pos, table.length(key))
-    live = table.get(key)
+    live = table.live.get(key)
     if live is None:
         raise RequestValidationError(f"{key!r} is unknown, decode_n goes on with a live sequence")
     if not isinstance(run.sampling, Sampling):

@@ -73,21 +73,21 @@ class Observable(DecoderOnlyLLM):
         with self._life.lock, self._life:
             key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
             holder, pool_layer = self._holder(key), self.plan.pool_layer_of(index)
-            if (live := holder._pipeline.table.get(key)) is None:
+            if (live := holder._pipeline.table.live.get(key)) is None:
                 raise RequestValidationError(f"{key!r} is unknown, it has no keys and values")
             return holder._device.gather(pool_layer, holder._pipeline.table.table[live.slot], live.length)
 
     def kv_len(self, cache_id: str) -> int | None:
         """Positions held for `cache_id`, or None for an unknown id."""
         with self._life.lock, self._life:
-            live = self._holder(check_cache_id(cache_id))._pipeline.table.get(cache_id)
+            live = self._holder(check_cache_id(cache_id))._pipeline.table.live.get(cache_id)
             return None if live is None else live.length
 
     def kv_block_table(self, cache_id: str) -> BlockTable | None:
         """Returns the blocks of a sequence's positions, without reserved ones; None for an unknown id."""
         with self._life.lock, self._life:
             table = self._holder(check_cache_id(cache_id))._pipeline.table
-            if (live := table.get(cache_id)) is None:
+            if (live := table.live.get(cache_id)) is None:
                 return None
             blocks = tuple(live.blocks[: table.num_blocks(live.length)])
             return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=table.block_size)
@@ -127,10 +127,10 @@ class Observable(DecoderOnlyLLM):
         """Counters of adapters; an application is one row of one call through one projection."""
         with self._life.lock, self._life:
             each = [one.adapters for one in self._pipelines]
-            bound = {cache_id for one in each for cache_id in one.bound_ids}  # an id may be bound on several replicas
+            bound = {cache_id for one in each for cache_id in one.bound}  # an id may be bound on several replicas
             return {
                 "enabled": self.plan.loras is not None,
-                "adapter_count": len({name for one in each for name in one.names}),
+                "adapter_count": len({name for one in each for name in one.loaded}),
                 "position": "real-inference",
                 "active_cache_bindings": len(bound),
                 "projection_applications": sum(one.projection_applications for one in each),
@@ -241,7 +241,7 @@ class Observable(DecoderOnlyLLM):
                 placement, cache, table = one.device.placed.placement, one.plan.cache, one.table
                 weights = _num_bytes(one.device.params) + _num_bytes(one.device.adapters.stacks)
                 blocks = (table.pool.num_blocks - table.pool.num_free) * cache.bytes_per_position * cache.block_size
-                held = blocks + len(table.cache_ids) * cache.window_bytes
+                held = blocks + len(table.live) * cache.window_bytes
                 own = weights + len(placement.devices) * cache.num_bytes
                 allocated += own
                 used += weights + len(placement.devices) * held

@@ -105,12 +105,12 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets every sequence, prefix and binding; counters are kept."""
         self.reset_table()  # first: an interrupt must leave no sequence without its bindings
-        self.adapters.clear_bindings()
+        self.adapters.bound.clear()
         self.interventions.clear()
 
     def check_live(self, why: str, kept: KeptSequences = False) -> None:
         """Raises RequestValidationError if a live sequence is not `kept`: it must be released before `why`."""
-        if live := not_kept(self.table.cache_ids, kept):
+        if live := not_kept(self.table.live, kept):
             raise RequestValidationError(
                 f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
             )
@@ -153,7 +153,7 @@ class Pipeline:
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
         cache_ids, given, starts, outputs, captures = zip(*batch, strict=True)
-        kinds, buckets, used = set(map(type, outputs)), self.plan.buckets, self.adapters.are_used()
+        kinds, buckets, used = set(map(type, outputs)), self.plan.buckets, bool(self.adapters.bound)
         lives = self._check(batch, kinds)
         if self._needs_known_tokens(batch, lives, kinds):
             self.settle()
@@ -243,7 +243,7 @@ class Pipeline:
     def _check(self, batch: ScheduledBatch, kinds: set[type]) -> list[CachedSequence | None]:
         """Returns each row's live sequence, or None; raises RequestValidationError for rows that cannot be served."""
         cache_ids = [row.cache_id for row in batch]
-        lives = self.table.find(cache_ids)
+        lives = [*map(self.table.live.get, cache_ids)]
         for (cache_id, tokens, start, _, _), live in zip(batch, lives, strict=True):
             length = 0 if live is None else len(live.tokens)
             if start != length:
@@ -418,7 +418,7 @@ class Pipeline:
         """
         if not self.table.window_size:
             return []
-        live = [(cache_id, self.table.get(cache_id), use) for cache_id, use in rows]
+        live = [(cache_id, self.table.live.get(cache_id), use) for cache_id, use in rows]
         again = [(name, one, use) for name, one, use in live if one is not None and self.table.needs_recompute(one)]
         if not again:
             return []

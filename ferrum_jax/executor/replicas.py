@@ -68,7 +68,7 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
             tables = [one._pipeline.table for at, one in enumerate(self.replicas) if at not in short]
-            left = [[one.pool.num_free, one.num_free_slots] for one in tables if one.num_free_slots]
+            left = [[one.pool.num_free, len(one.free_slots)] for one in tables if one.free_slots]
             table = self.replicas[0]._pipeline.table
             most = table.num_blocks(table.longest)
             for needed in map(table.num_blocks, positions):
@@ -174,7 +174,7 @@ class ReplicatedRunner(ModelRunner):
                     planned.append((index, reservations.plan(replica._pipeline, own)))
             before = self.kv_slot_capacity_snapshot()
             found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
-            known = {key: at for key, at in homes.items() if self.replicas[at]._pipeline.table.get(key) is not None}
+            known = {key: at for key, at in homes.items() if key in self.replicas[at]._pipeline.table.live}
             self._router.settle_homes(known)
             by_id = {one.cache_id: one for part in found for one in part.allocations}
             return KvSlotReservation(
@@ -228,7 +228,7 @@ class ReplicatedRunner(ModelRunner):
                 is_bound = first._adapters.of(key) is not None or first._pipeline.interventions.of(key) is not None
                 if not is_placed:
                     (router.unplaced.add if is_bound else router.unplaced.discard)(key)
-                elif not is_bound and first._pipeline.table.get(key) is None:
+                elif not is_bound and key not in first._pipeline.table.live:
                     router.forget(key)
 
     def _checked_params(self, params: ParamTree) -> list[ParamTree]:

@@ -31,7 +31,7 @@ def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], 
         table.check_capacity(key, target)
     table.check_new_slots(list(targets))
     # An id that is unknown and wants no position yet is admitted, but gets no slot.
-    wanted = [key for key, target in targets.items() if target or table.get(key) is not None]
+    wanted = [key for key, target in targets.items() if target or key in table.live]
     nothing = np.zeros(0, np.int32)
     transaction = KvTransaction(
         table,
@@ -93,5 +93,5 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
 
 
 def _num_blocks(table: SequenceTable, cache_id: str) -> int:
-    live = table.get(cache_id)
+    live = table.live.get(cache_id)
     return 0 if live is None else len(live.blocks)

@@ -110,7 +110,7 @@ class ReplicaRouter:
         `targets` are the positions that need room; by default, those of the new tokens.
         """
         found: dict[str, int] = {}
-        slots = [replica._pipeline.table.num_free_slots for replica in self.replicas]
+        slots = [len(replica._pipeline.table.free_slots) for replica in self.replicas]
         blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
         for at, (cache_id, tokens) in enumerate(wanted):
             if (home := self.homes.get(cache_id)) is not None:
@@ -135,9 +135,9 @@ class ReplicaRouter:
 
     def roomiest(self) -> int:
         """Returns the replica with most slots beyond those of its sequences and of the ids that are placed there."""
-        free = [replica._pipeline.table.num_free_slots for replica in self.replicas]
+        free = [len(replica._pipeline.table.free_slots) for replica in self.replicas]
         for cache_id, home in self.homes.items():
-            free[home] -= self.replicas[home]._pipeline.table.get(cache_id) is None
+            free[home] -= cache_id not in self.replicas[home]._pipeline.table.live
         blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
         return max(range(len(free)), key=lambda at: (free[at] > 0 and at not in self.short, free[at], blocks[at], -at))
 

@@ -399,7 +399,7 @@ class ModelRunner(Adaptable):
                 self._pipelines[0].device.check_params_live()
                 params = params(jax.tree.map(lambda leaf: leaf, self.params))  # a tree of its own
             checked = dict(zip(self._pipelines, self._checked_params(params), strict=True))
-            if any(one.table.cache_ids for one in self._pipelines):
+            if any(one.table.live for one in self._pipelines):
                 with self._life:
                     for one in self._pipelines:
                         one.settle()

@@ -69,36 +69,18 @@ class SequenceTable:
         self.window = window  # positions that a token sees there, itself included
         own = np.arange(max_seqs * window_blocks, dtype=np.int32).reshape(max_seqs, window_blocks)
         self.table = np.hstack([np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32), own])
-        self._live: dict[str, CachedSequence] = {}
-        self._free_slots = list(range(max_seqs - 1, -1, -1))
-
-    def get(self, cache_id: str) -> CachedSequence | None:
-        """Returns the live sequence, or None."""
-        return self._live.get(cache_id)
-
-    def find(self, cache_ids: Sequence[str]) -> list[CachedSequence | None]:
-        """Returns the live sequence of each id, or None."""
-        return list(map(self._live.get, cache_ids))
+        self.live: dict[str, CachedSequence] = {}  # by cache id, oldest first
+        self.free_slots = list(range(max_seqs - 1, -1, -1))
 
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
-        found = self._live.get(cache_id)
+        found = self.live.get(cache_id)
         return 0 if found is None else len(found.tokens)
 
     def abandon(self) -> None:
         """Marks every sequence as no longer live, for pending steps that refer to one."""
-        for live in self._live.values():
+        for live in self.live.values():
             live.is_live = False
-
-    @property
-    def cache_ids(self) -> list[str]:
-        """The live ids, oldest first."""
-        return list(self._live)
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that no sequence has."""
-        return len(self._free_slots)
 
     def num_blocks(self, positions: int) -> int:
         """Blocks that hold so many positions."""
@@ -117,7 +99,7 @@ class SequenceTable:
             raise RequestValidationError(
                 f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
             )
-        live, pool = self._live.get(cache_id), self.pool.num_blocks * self.block_size
+        live, pool = self.live.get(cache_id), self.pool.num_blocks * self.block_size
         raise ResourceExhaustedError(
             f"{cache_id!r} needs {target} positions, the whole pool holds {pool}",
             needed=self.num_blocks(target) - (0 if live is None else len(live.blocks)),
@@ -126,19 +108,19 @@ class SequenceTable:
 
     def check_new_slots(self, cache_ids: Sequence[str]) -> None:
         """Raises ResourceExhaustedError if the ids (all different) that are unknown outnumber the free slots."""
-        needed = sum(cache_id not in self._live for cache_id in cache_ids)
-        if needed > len(self._free_slots):
+        needed = sum(cache_id not in self.live for cache_id in cache_ids)
+        if needed > len(self.free_slots):
             raise ResourceExhaustedError(
-                f"need {needed} slots for new sequences, {len(self._free_slots)} of {self.max_seqs} are free",
+                f"need {needed} slots for new sequences, {len(self.free_slots)} of {self.max_seqs} are free",
                 needed=needed,
-                free=len(self._free_slots),
+                free=len(self.free_slots),
             )
 
     def open(self, cache_id: str) -> CachedSequence:
         """Returns the live sequence, created empty if the id is unknown; there must be a free slot."""
-        if cache_id not in self._live:
-            self._live[cache_id] = CachedSequence(slot=self._free_slots.pop())
-        return self._live[cache_id]
+        if cache_id not in self.live:
+            self.live[cache_id] = CachedSequence(slot=self.free_slots.pop())
+        return self.live[cache_id]
 
     def set_blocks(self, live: CachedSequence, blocks: list[int]) -> None:
         """Sets the blocks of a sequence and its row of the block table; holds and frees none."""
@@ -152,10 +134,10 @@ class SequenceTable:
             RequestValidationError: `cache_id` is unknown, or `new_cache_id` is live.
             ResourceExhaustedError: no slot is free.
         """
-        live = self._live.get(cache_id)
+        live = self.live.get(cache_id)
         if live is None:
             raise RequestValidationError(f"{cache_id!r} is unknown, only a live sequence can be forked")
-        if new_cache_id in self._live:
+        if new_cache_id in self.live:
             raise RequestValidationError(f"{new_cache_id!r} is a live sequence, a fork needs an id that is unknown")
         self.check_new_slots([new_cache_id])
         made = self.open(new_cache_id)
@@ -174,7 +156,7 @@ class SequenceTable:
 
         An unknown id, or a length not before the sequence's end, is no error and changes nothing.
         """
-        live = self._live.get(cache_id)
+        live = self.live.get(cache_id)
         if live is None or new_len >= live.length:
             return
         keep = self.num_blocks(new_len)
@@ -190,11 +172,11 @@ class SequenceTable:
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
-        live = self._live.pop(cache_id, None)
+        live = self.live.pop(cache_id, None)
         if live is not None:
             live.is_live = False
             self.pool.release(live.blocks)
-            self._free_slots.append(live.slot)
+            self.free_slots.append(live.slot)
 
     def needs_recompute(self, live: CachedSequence) -> bool:
         """True of a sequence whose next token would see positions that its sliding-window cache has evicted."""
@@ -274,18 +256,18 @@ class SequenceTable:
         if self.prefixes is not None:
             for dropped in self.prefixes.forget_all():
                 self.pool.discard(dropped)
-        self._stop_sharing(self._live.values())
+        self._stop_sharing(self.live.values())
 
     def invalidate_prefixes(self) -> None:
         """Forgets every prefix because the weights change; live sequences with tokens are outdated."""
         self.forget_prefixes()
-        for live in self._live.values():
+        for live in self.live.values():
             live.is_outdated = live.is_private
 
     def invalidate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
         """As `invalidate_prefixes`, for one adapter; these sequences have the adapter `instead` from now on."""
         self.forget_adapter(adapter)
-        bound = [live for live in map(self.get, cache_ids) if live is not None]
+        bound = [live for live in map(self.live.get, cache_ids) if live is not None]
         self._stop_sharing(bound)
         for live in bound:
             live.is_outdated = live.is_private

@@ -67,7 +67,7 @@ class KvTransaction:
         """
         self._table = table
         self._tokens = tokens
-        before = table.find(cache_ids)
+        before = [*map(table.live.get, cache_ids)]
         self.lives = cast(list[CachedSequence], before)  # of each row; from `apply` on, there is one for each
         self._changed: list[AllocationRequest] = []
         lengths = [0 if live is None else len(live.tokens) for live in before]

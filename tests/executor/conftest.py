@@ -141,7 +141,7 @@ def poison(runner: ModelRunner) -> None:
 def emptied(runner: ModelRunner) -> ModelRunner:
     """Drops every sequence and adapter of a shared runner, and fills its KV with NaN."""
     runner.reset()
-    for name in list(runner._adapters._loaded):
+    for name in list(runner._adapters.loaded):
         runner.unload_lora(name)
     poison(runner)
     return runner

@@ -182,7 +182,7 @@ def everything(
 
         def records(self) -> tuple[Any, ...]:
             table = runner._pipeline.table
-            held = {key: one for key in NAMES if (one := table.get(key)) is not None}
+            held = {key: one for key in NAMES if (one := table.live.get(key)) is not None}
             if self.waiting:  # reading, which any call may do, fills in tokens and shares blocks
                 return [(key, one.slot, one.length) for key, one in held.items()], runner.lora_metrics_snapshot()
             rows = [(key, one.slot, list(one.tokens), list(one.blocks)) for key, one in held.items()]
@@ -380,7 +380,7 @@ def everything(
             progress()
             before = self.records()
             adapter = None if name is None else ActiveLoraAdapter(name=name, path=folders[name])
-            loaded = runner._adapters._loaded
+            loaded = runner._adapters.loaded
             pinned = {one for one in loaded if loaded[one].is_pinned}
             if self.at(key) and self.bound.get(key) != name:
                 with pytest.raises(RequestValidationError, match="cannot go on with"):
@@ -399,7 +399,7 @@ def everything(
         @rule(name=st.sampled_from(ADAPTER_NAMES))
         def load(self, name: str):
             progress()
-            before, loaded = self.records(), runner._adapters._loaded
+            before, loaded = self.records(), runner._adapters.loaded
             idle = [one for one in loaded if not loaded[one].is_pinned and one not in self.bound.values()]
             if name in loaded:
                 with pytest.raises(AlreadyExistsError):
@@ -416,7 +416,7 @@ def everything(
         def unload(self, name: str):
             progress()
             before = self.records()
-            if name not in runner._adapters._loaded:
+            if name not in runner._adapters.loaded:
                 with pytest.raises(NotFoundError):
                     runner.unload_lora(name)
             elif name in self.bound.values():
@@ -450,7 +450,7 @@ def everything(
             table = runner._pipeline.table
             pool, prefixes = table.pool, table.prefixes
             assert prefixes is not None
-            assert table.cache_ids == list(self.sequences) or set(table.cache_ids) == set(self.sequences)
+            assert set(table.live) == set(self.sequences)
             holders: Counter[int] = Counter()
             for key, tokens in self.sequences.items():
                 one = live(runner, key)
@@ -484,14 +484,14 @@ def everything(
             assert runner.kv_slot_capacity_snapshot().free_blocks == 18
             table = runner._pipeline.table
             assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
-            assert table.cache_ids == []
-            assert sorted(table._free_slots) == [0, 1, 2, 3]
+            assert table.live == {}
+            assert sorted(table.free_slots) == [0, 1, 2, 3]
 
     return Machine
 
 
 def live(runner: ModelRunner, key: str):
     """Returns the runner's own record of a sequence that must be there."""
-    found = runner._pipeline.table.get(key)
+    found = runner._pipeline.table.live.get(key)
     assert found is not None
     return found

@@ -184,7 +184,7 @@ def test_adapters_loaded_by_name_stay_and_others_make_room(runner: ModelRunner, 
     assert (caught.value.needed, caught.value.free) == (1, 0)
     runner.release("a")
     runner.set_lora_adapter_for_cache("b", active("three", adapter_folders))  # in the place of "two"
-    assert sorted(runner._adapters._loaded) == ["one", "three"]
+    assert sorted(runner._adapters.loaded) == ["one", "three"]
 
 
 def test_an_interrupt_while_an_adapter_makes_room_leaves_no_name_with_the_weights_of_another(

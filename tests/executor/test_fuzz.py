@@ -59,11 +59,11 @@ def _books(scene: Scene) -> Any:
     runner = scene.runner
     table = runner._pipeline.table
     tracked = scene.executor._table._live  # what was released behind its back is forgotten when it is asked for
-    lengths = {key: (one.length, one.adapter) for key, one in tracked.items() if table.get(key) is not None}
+    lengths = {key: (one.length, one.adapter) for key, one in tracked.items() if key in table.live}
     rows = [
         (key, one.slot, list(one.tokens), list(one.blocks))
-        for key in table.cache_ids
-        if (one := table.get(key)) is not None
+        for key in table.live
+        if (one := table.live.get(key)) is not None
     ]
     metrics = runner.cache_metrics_snapshot(), runner.lora_metrics_snapshot()
     return (
@@ -71,7 +71,7 @@ def _books(scene: Scene) -> Any:
         lengths,
         table.pool.num_free,
         metrics,
-        list(runner._adapters._loaded),
+        list(runner._adapters.loaded),
         scene.executor.status().prefill_operations,
     )
 
@@ -83,7 +83,7 @@ def _set(scene: Scene, loop: asyncio.Runner) -> None:
     """Puts the scene back to its beginning."""
     runner = scene.runner
     runner.reset()
-    for name in list(runner._adapters._loaded):
+    for name in list(runner._adapters.loaded):
         runner.unload_lora(name)
     runner.prefill("a", TEXTS["a"])
     handles = [loop.run(scene.executor.prefill(prompt(TEXTS["live"]))).kv_cache for _ in range(2)]

@@ -112,7 +112,7 @@ def lengths(runner: ModelRunner) -> list[int | None]:
 def goes_on_right(runner: ModelRunner, oracle: Oracle) -> None:
     """Fails unless every live sequence goes on as the cache-free forward of its tokens does."""
     for key in "abc":
-        length, live = runner.kv_len(key), runner._pipeline.table.get(key)
+        length, live = runner.kv_len(key), runner._pipeline.table.live.get(key)
         if length is not None:
             assert live is not None
             runner._pipeline.settle()

@@ -289,7 +289,7 @@ def test_steps_begun_before_the_last_is_read_sample_as_token_by_token(order: str
         assert list(tokens) == expected[key]
     for key in "abc":  # and what is cached is what was chosen
         text = [*HELD[key], 4, *expected[key]]
-        live = runner._pipeline.table.get(key)
+        live = runner._pipeline.table.live.get(key)
         assert live is not None
         assert live.tokens.tolist() == text[:-1]
         wanted = runner.execute([row(key, None, len(text) - 1)]).result()[0]
@@ -462,7 +462,7 @@ def test_a_token_that_the_host_knows_already_is_written_as_any_other(runner: Mod
     runner.prefill("b", [1, 2, 3])
     runner.fork("b", "c")  # which needs every token, and reads the step
     runner.execute([row("a", None, 7, NO_OUTPUT)])
-    live = runner._pipeline.table.get("a")
+    live = runner._pipeline.table.live.get("a")
     assert live is not None
     assert live.tokens.tolist() == [*TEXT[:6], 4, chosen.result()[0].token_id]
     assert runner.cache_metrics_snapshot()["entries"] == 1

@@ -141,11 +141,11 @@ def _blow(
     assert executor._table._live == {}
     asyncio.run(executor.shutdown())
     for name in ADAPTER_NAMES:
-        if name in runner._adapters._loaded:
+        if name in runner._adapters.loaded:
             runner.unload_lora(name)
     table = runner._pipeline.table
-    assert table.cache_ids == []
-    assert sorted(table._free_slots) == list(range(runner.plan.max_seqs))
+    assert table.live == {}
+    assert sorted(table.free_slots) == list(range(runner.plan.max_seqs))
     assert not any(table.pool.num_holders(block) for block in range(table.pool.num_blocks))
     assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
     assert late_compiles(runner) == late

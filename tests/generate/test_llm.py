@@ -325,7 +325,7 @@ def test_a_stream_that_was_collected_is_in_nobodys_way(runner: ModelRunner):
     lose_a_stream(llm)
     gc.collect()
     llm.runner.set_params(runner.params)  # refused while a sequence is live
-    assert not runner._pipeline.table.cache_ids
+    assert not runner._pipeline.table.live
 
 
 # An interrupt that meets a finalizer, or JAX's callback of garbage collection, is reported and goes no further.
@@ -621,7 +621,7 @@ def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner)
     before = runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()
     llm.prepare(IDS[1])
     assert (runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()) == before
-    assert not runner._pipeline.table.cache_ids
+    assert not runner._pipeline.table.live
     with pytest.raises(RequestValidationError, match="at least one token"):
         llm.prepare([])
     with pytest.raises(RequestValidationError, match="expected an id from 0"):

@@ -184,7 +184,7 @@ def test_preparing_makes_sure_of_what_verifying_needs_and_leaves_no_trace(
     llm = LLM.from_model(drafting, max_rows=1, speculation=Speculation(num_tokens=3))
     llm.prepare([1, 2], SamplingParams(temperature=1.0))
     assert is_empty(drafting)
-    assert not drafting._pipeline.table.cache_ids
+    assert not drafting._pipeline.table.live
     llm.generate([[1, 2]], SamplingParams(max_tokens=COUNT))
     assert llm.acceptance_rate > 0
     assert prepared >= used > set()

@@ -85,13 +85,13 @@ class Tables(RuleBasedStateMachine):
 
     @invariant()
     def lengths_are_what_was_written(self):
-        assert sorted(self.table.cache_ids) == sorted(self.lengths)
+        assert sorted(self.table.live) == sorted(self.lengths)
         for key in "abcde":
             assert self.table.length(key) == self.lengths.get(key, 0)
 
     @invariant()
     def no_block_or_slot_is_lost_or_owned_twice(self):
-        live = [found for key in self.lengths if (found := self.table.get(key)) is not None]
+        live = [found for key in self.lengths if (found := self.table.live.get(key)) is not None]
         owned = [block for sequence in live for block in sequence.blocks]
         assert len(set(owned)) == len(owned) == sum(self.held.values())
         assert set(owned) <= set(range(BLOCKS))
@@ -101,17 +101,17 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def table_rows_name_the_blocks_in_order(self):
         for key in self.lengths:
-            live = self.table.get(key)
+            live = self.table.live.get(key)
             assert live is not None
             assert len(live.blocks) == self.held[key]
             assert self.table.table[live.slot, : len(live.blocks)].tolist() == live.blocks
 
     def _writable(self, key: str) -> int:
-        live = self.table.get(key)
+        live = self.table.live.get(key)
         return -1 if live is None else live.writable
 
     def _state(self) -> tuple[object, ...]:
-        live = [(key, self.table.get(key)) for key in "abcde"]
+        live = [(key, self.table.live.get(key)) for key in "abcde"]
         rows = [(key, one and (one.slot, one.length, list(one.blocks), one.writable)) for key, one in live]
         return rows, self.table.pool.num_free, self.table.table.tolist()
 

@@ -66,7 +66,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(key=IDS, token=st.integers(0, 1))
     def append(self, key: str, token: int):
-        live = self.table.get(key)
+        live = self.table.live.get(key)
         if live is not None and live.length < live.writable:
             block, inside = divmod(live.length, BLOCK)
             self.held[live.blocks[block], inside] = token
@@ -76,7 +76,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(key=IDS, new_key=IDS)
     def fork(self, key: str, new_key: str):
-        if self.table.get(key) is not None and self.table.get(new_key) is None:
+        if self.table.live.get(key) is not None and self.table.live.get(new_key) is None:
             self.table.fork(key, new_key)
             self.tokens[new_key] = self.tokens[key][:]
 
@@ -93,8 +93,8 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def a_sequence_may_write_in_blocks_of_its_own_alone(self):
-        for key in self.table.cache_ids:
-            live = self.table.get(key)
+        for key in self.table.live:
+            live = self.table.live.get(key)
             assert live is not None
             assert live.writable <= min(CAPACITY, len(live.blocks) * BLOCK)
             for position in range(live.length, live.writable):
@@ -106,13 +106,13 @@ class Sharing(RuleBasedStateMachine):
     @invariant()
     def blocks_hold_the_tokens_of_all_who_share_them(self):
         for key, tokens in self.tokens.items():
-            live = self.table.get(key)
+            live = self.table.live.get(key)
             assert live is not None
             assert list(live.tokens) == tokens
             assert self.held[live.blocks].ravel()[: len(tokens)].tolist() == tokens
 
     def _state(self) -> tuple[object, ...]:
-        live = [(key, self.table.get(key)) for key in "abcd"]
+        live = [(key, self.table.live.get(key)) for key in "abcd"]
         rows = [(key, one and (one.slot, list(one.tokens), list(one.blocks), one.writable)) for key, one in live]
         pool = self.table.pool
         return rows, pool.num_free, [pool.num_holders(block) for block in range(BLOCKS)], self.table.table.tolist()
@@ -161,7 +161,7 @@ def test_all_rows_of_a_transaction_get_their_blocks_or_none_does():
     _write(table, "a", [0] * 4)
     with pytest.raises(ResourceExhaustedError, match="need 5 KV blocks for 2 sequences, 4 of 5 are free"):
         KvTransaction(table, ["a", "b"], [np.zeros(6, np.int32), np.zeros(16, np.int32)])
-    assert (table.cache_ids, table.pool.num_free) == (["a"], 4)
+    assert ([*table.live], table.pool.num_free) == (["a"], 4)
 
 
 def test_a_prefix_is_reused_up_to_the_last_token_that_may_be():

@@ -48,7 +48,7 @@ def root(adapter_folders: dict[str, str]) -> str:
 
 
 def unload_all(runner: ModelRunner) -> None:
-    for name in list(runner._adapters._loaded):
+    for name in list(runner._adapters.loaded):
         runner.unload_lora(name)
 
 

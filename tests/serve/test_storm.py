@@ -190,7 +190,7 @@ def check_idle(server: Server) -> None:
     assert (llm.engine.scheduler.num_running, llm.engine.scheduler.num_waiting) == (0, 0)
     assert isinstance(llm.model, ModelRunner)
     assert is_empty(llm.model)
-    assert llm.model._adapters.bound_ids == []
+    assert llm.model._adapters.bound == {}
     assert len(server.service.metrics.registry._names_to_collectors) > 0
 
 

@@ -27,7 +27,7 @@ TEXT = list(range(1, 21))
 
 @pytest.fixture
 def runner(runner: ModelRunner) -> ModelRunner:
-    for name in list(runner._adapters._loaded):
+    for name in list(runner._adapters.loaded):
         runner.unload_lora(name)
     return runner
 
@@ -42,7 +42,7 @@ def test_a_refused_call_unloads_no_other_adapter(why: str, runner: ModelRunner, 
     for name in ("one", "three"):  # as many as fit
         first = run(executor.prefill(prompt(TEXT, metadata=under(name, adapter_folders))))
         executor.release_cache(first.kv_cache.cache_id)
-    before = list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]
+    before = list(runner._adapters.loaded), runner.cache_metrics_snapshot()["entries"]
     assert before[0] == ["one", "three"]
     assert before[1]
     if why == "slots":
@@ -54,7 +54,7 @@ def test_a_refused_call_unloads_no_other_adapter(why: str, runner: ModelRunner, 
         asked = under("two", adapter_folders, ferrum_kv_capacity_hint=1000)
         with pytest.raises(RequestValidationError):
             run(executor.prefill(prompt(TEXT, metadata=asked)))
-    assert (list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]) == before
+    assert (list(runner._adapters.loaded), runner.cache_metrics_snapshot()["entries"]) == before
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
