@@ -110,7 +110,10 @@ def generate(
     from ferrum_jax.generate.speculation import Speculation
 
     params = SamplingParams(**cli_options.options_of(SamplingParams, given, stop=tuple(stop or ())))
-    text = _standard_input() if prompt == "-" else prompt
+    text, where = (_standard_input(), "standard input") if prompt == "-" else (prompt, "the prompt")
+    for name, one in ((where, text), ("--system", system or ""), *(("--stop", one) for one in params.stop_texts)):
+        if any("\ud800" <= letter <= "\udfff" for letter in one):  # how Python reads bytes that it cannot decode
+            raise RequestValidationError(f"{name} is not {sys.getfilesystemencoding()}")
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
     with LLM(model, max_seqs=1, **beside, **cli_options.options_of(EngineConfig, given)) as llm:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.config.engine import DTYPES
-from ferrum_jax.contract.errors import AlreadyExistsError
+from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.weights import orbax
@@ -80,6 +80,8 @@ def convert(
 
 def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Returns the folder to write, which is new or empty, and where it lies if it is a link."""
+    if not os.fspath(destination):
+        raise ConfigError("folder is '', expected the path of a new one")
     with orbax.writing(Path(destination)):
         try:
             folder = Path(destination).expanduser().absolute()

@@ -154,6 +154,12 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(run: Run, folder:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ca\xffb"), encoding="utf-8"))
     says = ("standard input is not utf-8: invalid start byte at byte 2",)
     refused(run("generate", "-", "-m", folder), "RequestValidation", *says)
+    bytes_of_C = io.TextIOWrapper(io.BytesIO(b"ca\xffb"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", bytes_of_C)  # as with LC_ALL=C
+    refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is not utf-8")
+    for arguments, name in ((["a\udcff"], "the prompt"), (["a", "--system", "\udcff"], "--system"),
+                            (["a", "--stop", "\udcff"], "--stop")):  # fmt: skip
+        refused(run("generate", *arguments, "-m", folder), "RequestValidation", f"{name} is not utf-8")
     monkeypatch.setattr(sys, "stdin", None)
     refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is closed")
 

@@ -147,6 +147,8 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(folder: Path, tm
     for source, destination, dtype, kind in refused:
         with pytest.raises(kind):
             ferrum_jax.convert(source, destination, dtype, progress=False)
+    with pytest.raises(ConfigError, match="folder is ''"):
+        ferrum_jax.convert(folder, "", progress=False)
     wrong: Any = 5
     with pytest.raises(ConfigError, match="tokenizer is 5, expected the path of one"):
         ferrum_jax.convert(folder, tmp_path / "new", tokenizer=wrong, progress=False)

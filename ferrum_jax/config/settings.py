@@ -105,7 +105,9 @@ def read_rope(s: Settings) -> dict[str, Any]:
     if any(isinstance(value, Mapping) for value in rope.fields.values()):
         raise UnsupportedError(f"RoPE settings {rope.fields!r} are not implemented, only one set for all layers is")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES or (kind == "longrope") != ("short_factor" in rope.fields):
+    if kind == "longrope" and "short_factor" not in rope.fields:
+        raise UnsupportedError("RoPE settings of the type longrope (Phi-3's su and yarn) without a short_factor")
+    if kind not in ROPE_TYPES or (kind != "longrope" and "short_factor" in rope.fields):
         raise UnsupportedError(f"rope_type {kind!r} is not implemented, supported are {', '.join(ROPE_TYPES)}")
     return {
         "rope_theta": rope.number("rope_theta", s.get("rope_theta", 10000.0)),

@@ -3,6 +3,8 @@
 import numbers
 import operator
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -52,6 +54,23 @@ def check_not_forked(noun: str, pid: int) -> None:
     """Raises UnsupportedError in a child of the process `pid`, where the object's threads and JAX's are missing."""
     if os.getpid() != pid:
         raise UnsupportedError(f"this {noun} was made before the process forked: make one in the child")
+
+
+_LOCKED: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def renew_after_fork(owner: Any, name: str) -> None:
+    """Gives the child of a fork a new RLock as this attribute: a thread that it does not have may hold the old one."""
+    _LOCKED[owner] = name
+
+
+def _renew() -> None:
+    for owner, name in _LOCKED.items():
+        setattr(owner, name, threading.RLock())
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_renew)
 
 
 def check_flag(name: str, value: Any, error: type[FerrumError] = RequestValidationError) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ferrum_jax.contract.checks import check_not_forked
+from ferrum_jax.contract.checks import check_not_forked, renew_after_fork
 from ferrum_jax.contract.errors import CancelledError, DeviceError, FerrumError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.sharding.mesh import leave_mesh
@@ -26,6 +26,7 @@ class Lifecycle:
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
         """Begins Ready; `is_lost` says, after an error, whether the arrays on the device are lost."""
         self.lock = threading.RLock()
+        renew_after_fork(self, "lock")
         self.state = ExecutorState.Ready
         self.paused = ""  # why calls are refused for now, though the state is Ready; empty: they are not
         self._noun = noun
@@ -59,6 +60,11 @@ class Lifecycle:
         check_not_forked(self._noun, self._pid)
         if self.paused:
             raise RequestValidationError(self.paused)
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a child of the process that made it."""
+        return self._pid != os.getpid()
 
     def check_not_failed(self) -> None:
         """Raises DeviceError after a failure."""

@@ -461,8 +461,9 @@ class ModelRunner(Adaptable):
         """Frees the KV, parameters and programs; closing twice is no error, a later call is a CancelledError."""
         with self._life.lock:
             self._life.state = ExecutorState.Shutdown
-            self._device.drop()
-            self._programs.drop()
+            if not self._life.is_forked:  # there the arrays' threads are missing
+                self._device.drop()
+                self._programs.drop()
 
     @property
     def _known(self) -> tuple[int, check.Length]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ferrum_jax.contract.checks import renew_after_fork
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
 
 SECONDS = 5.0  # of one rendering
@@ -64,7 +66,8 @@ def render_chat(
     """
     if len(template) > LARGEST_SOURCE:
         raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
-    variables, copied = {name: _copied(value, name) for name, value in extra.items()}, _copy_messages(messages)
+    variables = {name: _copied(value, name) for name, value in extra.items()}
+    copied = [_without_none(message, template) for message in _copy_messages(messages)]
     if continue_final_message:
         if add_generation_prompt:
             raise RequestValidationError("continue_final_message needs add_generation_prompt=False")
@@ -98,7 +101,8 @@ class _Renderer:
     """The process that renders; started with the first template, and again after a template that ended it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        renew_after_fork(self, "_lock")
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # pid that started the process: after a fork, the child starts its own
         atexit.register(self._stop)
@@ -173,6 +177,20 @@ def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     copy = _copied(message, where)
     reasoning = next((copy[key] for key in _REASONING_KEYS if copy.get(key) is not None), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+
+
+_ASKS = r"""\b%s(['"]\s*\])?\s*(is\s+(not\s+)?none|[=!]=\s*[nN]one)\b"""
+
+
+def _without_none(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Drops keys whose value is None, unless the template asks whether their value is none.
+
+    Clients write `"content": null` beside calls. Templates that ask `"content" in message` fail there, or write "None";
+    transformers drops such keys, too. DeepSeek's ask `message['content'] is none`.
+    """
+    return {
+        key: value for key, value in message.items() if value is not None or re.search(_ASKS % re.escape(key), template)
+    }
 
 
 def _copy_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from ferrum_jax.contract.checks import check_not_forked
+from ferrum_jax.contract.checks import check_not_forked, renew_after_fork
 from ferrum_jax.contract.errors import (
     CancelledError,
     FerrumError,
@@ -43,6 +43,7 @@ class Engine:
         self.scheduler = scheduler
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()  # what to call between two steps
         self._lock = threading.RLock()  # of the next three
+        renew_after_fork(self, "_lock")
         self._is_putting = False  # True within `_put`
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -122,7 +123,7 @@ class Engine:
         with self._lock:
             self._is_closed = True
             thread, is_within = self._thread, self._is_putting
-        if is_within:
+        if is_within or (thread is not None and self.pid != os.getpid() and not thread.is_alive()):  # in a forked child
             return
         if thread is not None and thread is not threading.current_thread():
             self._inbox.put(lambda: None)  # wakes it

@@ -23,7 +23,7 @@ from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
 
-_NOT_FINITE = "its logits are not finite: weights, an adapter or an intervention may hold NaN"
+_NOT_FINITE = "its logits are not finite: weights, adapter or intervention may hold NaN, or float16 has overflowed"
 _log = logging.getLogger(__name__)
 
 

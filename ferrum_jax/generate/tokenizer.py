@@ -389,11 +389,15 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         templates = {}
     elif isinstance(stated, str):
         templates = {"default": stated}
+    elif isinstance(stated, Mapping) and all(isinstance(template, str) for template in stated.values()):
+        templates = dict(stated)
     else:
         try:
             templates = {str(entry["name"]): str(entry["template"]) for entry in stated}
         except (KeyError, TypeError) as error:
-            raise InvalidFormatError(f"{source}: chat_template must be a string or a list of named ones") from error
+            raise InvalidFormatError(
+                f"{source}: chat_template must be a string, a mapping of names to strings, or a list of named ones"
+            ) from error
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"

@@ -95,6 +95,7 @@ def serve(
     from ferrum_jax.serve.server import Server, bind, url_of
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every backend that is not there
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
     engine = cli_options.options_of(EngineConfig, given, prefix_cache=cli_options.reuses_prefixes(prefix_cache))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ferrum_jax.config.checks import check_integer, check_number
 from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, safe_repr
+from ferrum_jax.serve.tools.choice import choose_format
 
 MOST_SECONDS = 366 * 24 * 3600  # of any limit
 
@@ -49,6 +50,9 @@ class ServerSettings:
             texts = getattr(self, name)
             if not isinstance(texts, (tuple, list)) or not all(isinstance(one, str) for one in texts):
                 raise ConfigError(f"{name} is a {type(texts).__name__}, expected a tuple or a list of texts")
+        if not all(self.allow_origins):
+            raise ConfigError("allow_origins has an empty text, expected origins such as https://example.org")
+        choose_format(self.tool_parser, None)
         if not isinstance(self.adapters, Mapping):
             raise ConfigError(f"adapters is a {type(self.adapters).__name__}, expected folders by name")
         if not 0 < self.max_seconds <= MOST_SECONDS:

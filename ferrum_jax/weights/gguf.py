@@ -58,6 +58,7 @@ class GgufSource:
         self.path = path
         self.formats: Formats = {}  # none: quantised weights are dequantised by default
         self.file = GgufFile(path)
+        _ = self.file.tensors  # a part that is missing or damaged says so itself
         try:
             header = Header(self.file)
             # Hugging Face has one setting for the biases of all four projections; a file may have any of the biases.

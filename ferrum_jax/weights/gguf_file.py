@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,9 +49,10 @@ class GgufFile:
                     f"{part} is part {own[0] + 1} of {own[1]}, expected {number + 1} of {self._count}"
                 )
             found += reader.tensors
-        count = len({tensor.name for tensor in found})
-        if (stated := _number(self._reader, "split.tensors.count", count)) != count:
-            raise InvalidFormatError(f"{self.path} and its other parts have {count} tensors, expected {stated}")
+        if twice := [name for name, count in Counter(tensor.name for tensor in found).items() if count > 1]:
+            raise InvalidFormatError(f"{self.path} and its other parts have {twice[0]} more than once")
+        if (stated := _number(self._reader, "split.tensors.count", len(found))) != len(found):
+            raise InvalidFormatError(f"{self.path} and its other parts have {len(found)} tensors, expected {stated}")
         return found
 
     @property
@@ -61,13 +63,14 @@ class GgufFile:
         """Returns the paths of the other parts, which llama.cpp's `gguf-split` numbers."""
         if self._count <= 1:
             return []
-        name = re.fullmatch(r"(.*)-00001-of-(\d{5})(\.gguf)", self.path.name, re.IGNORECASE)
-        if name is None or int(name[2]) != self._count or _number(self._reader, "split.no", 0) != 0:
+        name = re.fullmatch(r"(.*)-00001(-of-)(\d{5})(\.gguf)", self.path.name, re.IGNORECASE)
+        if name is None or int(name[3]) != self._count or _number(self._reader, "split.no", 0) != 0:
             raise InvalidFormatError(
                 f"{self.path} is one of {self._count} parts: give the first, whose name ends in "
                 f"-00001-of-{self._count:05}.gguf, with the others beside it"
             )
-        return [self.path.with_name(f"{name[1]}-{at:05}-of-{name[2]}{name[3]}") for at in range(2, self._count + 1)]
+        ending = "".join(name.groups()[1:])
+        return [self.path.with_name(f"{name[1]}-{at:05}{ending}") for at in range(2, self._count + 1)]
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:

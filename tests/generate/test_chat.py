@@ -329,6 +329,21 @@ def test_an_answer_with_tool_calls_needs_no_content():
     assert render_chat("{{ messages[0].tool_calls[0].name }}", messages) == "f"
 
 
+def test_a_key_without_a_value_is_left_out_unless_the_template_asks_for_none():
+    """As transformers 5.24 leaves it out; DeepSeek's template asks for None beside calls."""
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
+    in_message = "{{ 'content' in messages[0] }}{{ 'name' in messages[0] }}"  # as GPT-OSS' template asks
+    assert render_chat(in_message, messages) == "FalseFalse"
+    for asking in (
+        "messages[0]['content'] is none",
+        'messages[0]["content"] is not none',
+        "messages[0].content == None",
+    ):
+        assert render_chat(f"{{{{ {asking} }}}}" + in_message, messages).endswith("TrueFalse")
+    assert render_chat("{{ messages[0]['content'] is none }}", messages) == "True"
+    assert render_chat("{{ messages[0].tool_content is none }}{{ 'content' in messages[0] }}", messages) == "FalseFalse"
+
+
 def test_the_callers_messages_stay_as_they_were():
     messages = [{"role": "user", "content": [{"type": "text"}], "reasoning": "r"}]
     render_chat("{{ messages[0].content[0].update({'type': 1}) if false }}", messages)

@@ -1,6 +1,8 @@
 """Whatever fails, whoever waits gets an error of their own, and the next request is served."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -247,6 +249,58 @@ def test_after_a_fork_whatever_has_lost_a_thread_says_so(runner: ModelRunner):
             runner.prefill("a", [1])
     finally:
         runner._life._pid += 1
+
+
+FORKED = """
+import os, threading, warnings
+from ferrum_jax import LLM, from_params
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.generate import chat
+from tests import tiny
+
+warnings.simplefilter("ignore")  # JAX and Python warn of forks
+runner = from_params(tiny.tiny_params(tiny.CONFIGS["llama3"]), tiny.model_config("llama3"), max_seqs=1, kv_capacity=32)
+llm = LLM.from_model(runner)
+llm.generate([[1, 2]])
+taken, over = threading.Event(), threading.Event()
+
+
+def hold():
+    with runner._life.lock, llm.engine._lock, chat._RENDERER._lock:
+        taken.set()
+        over.wait()
+
+
+holder = threading.Thread(target=hold)
+holder.start()
+taken.wait()
+if (child := os.fork()) == 0:
+    for call in (lambda: runner.prefill("a", [1]), lambda: llm.generate([[1]])):
+        try:
+            call()
+        except UnsupportedError as problem:
+            print(problem, flush=True)
+    print(chat.render_chat("{{ messages[0].content }}", [{"role": "user", "content": "child"}]), flush=True)
+    llm.close()
+    runner.close()
+    os._exit(0)
+os.waitpid(child, 0)
+over.set()
+holder.join()
+print(len(llm.generate([[1, 2]])[0].token_ids) > 0)
+llm.close()
+"""
+
+
+def test_a_fork_while_other_threads_hold_the_locks_leaves_a_child_that_does_not_wait_for_them():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "this runner was made before the process forked: make one in the child",
+        "this runner was made before the process forked: make one in the child",
+        "child",
+        "True",
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4, "decode_rows": (8,)}])

@@ -632,6 +632,8 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path):
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
     write_folder(tmp_path, tokenizer_config={"chat_template": named})
     assert load_tokenizer(tmp_path).chat_templates == {"default": "two", "tool_use": "three"}
+    write_folder(tmp_path, tokenizer_config={"chat_template": {one["name"]: one["template"] for one in named}})
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "two", "tool_use": "three"}
     tokenizer, said = load_tokenizer(tmp_path), [{"role": "user", "content": "hi"}]
     assert [tokenizer.render(said, tools=tools) for tools in (None, [{"type": "function"}])] == ["two", "three"]
     (tmp_path / "chat_template.jinja").write_text("four")
@@ -656,6 +658,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: str):
     [
         ("tokenizer_config", {"chat_template": [{"name": "x"}]}),
         ("tokenizer_config", {"chat_template": 3}),
+        ("tokenizer_config", {"chat_template": {"default": 3}}),
         ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
         ("tokenizer_config", {"added_tokens_decoder": {"300": {}}}),
         ("added_tokens", {"<x>": "258"}),

@@ -53,6 +53,8 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
         {"adapter": ["name"]},
         {"adapter": ["name=one", "name=two"]},
         {"max_seconds": 0},
+        {"tool_parser": "unknown"},
+        {"allow_origin": [""]},
         {"adapter_root": str(tmp_path / "nothing")},
         {"port": taken.getsockname()[1]},
     ]

@@ -38,6 +38,9 @@ FOUND = [
     ("hermes", f"Well.<tool_call>{OTHER}\n</tool_ca", "Well.", [("f", "{}")]),
     ("hermes", f"<tool_call>{OTHER}</tool_call>\n<too", "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", f"<tool_call>{OTHER[:-1]}\n<tool_call>{OTHER}</tool_call>", "", [("f", "{}"), ("f", "{}")]),
+    ("hermes", f"<tool_call>\n<tool_call>{OTHER}</tool_call>", "<tool_call>\n", [("f", "{}")]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": 3, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
@@ -87,6 +90,8 @@ def test_harmonys_channels_are_told_apart():
     assert parse("gpt_oss", "<|channel|>fin") == Parsed()
     assert parse("gpt_oss", "no marks") == Parsed("no marks")
     assert parse("gpt_oss", "<|channel|>commentary to=functions.<|message|>{}") == Parsed("{}")  # to nobody
+    assert parse("gpt_oss", "<|channel|>commentary to=assistant<|message|>x<|end|>") == Parsed("x")
+    assert parse("gpt_oss", "<|channel|>analysis to=python<|message|>1<|call|>") == Parsed("", "1")
     by_role = " to=functions.f<|channel|>commentary json<|message|><|call|>"
     assert parse("gpt_oss", by_role) == Parsed(calls=[Call("f", "{}")])
 

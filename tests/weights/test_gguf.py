@@ -293,6 +293,27 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path):
     assert "and its other parts have" in refuse(parts[0], InvalidFormatError)
 
 
+def test_what_is_wrong_with_a_later_part_is_said_of_that_part(tmp_path: Path):
+    parts = write_split(tmp_path)
+    parts[1].write_bytes(parts[1].read_bytes()[:-50])
+    with pytest.raises(InvalidFormatError, match=f"^{parts[1]} is not a whole GGUF file"):
+        ferrum_jax.load_params(parts[0])
+    twice = GGUFWriter(parts[1], "llama")
+    twice.add_uint16("split.no", 1)
+    twice.add_uint16("split.count", len(parts))
+    twice.add_tensor("token_embd.weight", np.full((3, 4), 7, np.float32))
+    finish(twice)
+    assert "token_embd.weight more than once" in refuse(parts[0], InvalidFormatError)
+
+
+def test_parts_may_be_named_in_capitals(tmp_path: Path):
+    parts = write_split(tmp_path)
+    expected, _ = ferrum_jax.load_params(parts[0], "float32")
+    first, *_ = [part.rename(part.with_name(part.name.upper())) for part in parts]
+    found, _ = ferrum_jax.load_params(first, "float32")
+    tiny.assert_same_tree(found, expected)
+
+
 def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path):
     writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"], "qwen3")
     writer.add_expert_count(8)

@@ -1,6 +1,7 @@
 """GPT-OSS's format: messages, each with a channel: `<|channel|>final<|message|>…<|end|>`.
 
-The channel `final` is for the user and `analysis` for the model's reasoning; a message to `functions.name` is a call.
+The channel `final` is for the user and `analysis` for the model's reasoning; a message to `functions.name` is a call,
+one to anybody else is not.
 """
 
 from collections.abc import Collection
@@ -58,7 +59,8 @@ class HarmonyMessages(ToolParser):
         words = rest.replace(CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
-        self._recipient = sent[0].removeprefix(_FUNCTIONS) if sent and self._may_call else ""
+        is_call = self._may_call and bool(sent) and sent[0].startswith(_FUNCTIONS)
+        self._recipient = sent[0].removeprefix(_FUNCTIONS) if is_call else ""
         self._buffer, self._in_body, self._has_arguments, self._object = "", True, False, None
         return [CallBegin(self._recipient)] if self._recipient else []
 

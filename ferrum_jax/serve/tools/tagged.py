@@ -35,10 +35,10 @@ class TaggedCalls(ToolParser):
         if call.state is State.DONE:
             self._call, self._after_call = None, True
         elif call.state is State.FAILED:
-            self._call = None
+            self._call, self._after_call = None, call.is_call
             if not call.is_call:
-                events.append(Content(OPEN + call.raw))
-            self._after_call = call.is_call
+                events.append(Content(OPEN + call.raw[:-1]))
+            events += self._outside(letter)  # which may begin a tag
         return events
 
     def _outside(self, letter: str) -> list[Event]:
