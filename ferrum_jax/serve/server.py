@@ -148,6 +148,8 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             drained.cancel()
+            if self.force_exit:  # else uvicorn cancels it, and logs that as an error
+                await self.lifespan.shutdown()
 
 
 def url_of(host: str, port: int) -> str:

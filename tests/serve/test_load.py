@@ -572,6 +572,14 @@ def test_a_second_interrupt_ends_what_runs_with_the_answers_of_a_drained_server(
     assert server.force_exit
 
 
+def test_an_end_that_is_forced_is_logged_as_no_error(held: Scripted, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.ERROR, "uvicorn.error"), serving(held) as (server, _):
+        for _ in range(3):
+            server.handle_exit(signal.SIGINT, None)
+    assert server.force_exit
+    assert not caplog.records
+
+
 def test_a_body_that_has_not_come_does_not_hold_a_server_that_stops(held: Scripted):
     with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
         raw.settimeout(SECONDS)
