@@ -111,9 +111,7 @@ def generate(
 
     params = SamplingParams(**cli_options.options_of(SamplingParams, given, stop=tuple(stop or ())))
     text, where = (_standard_input(), "standard input") if prompt == "-" else (prompt, "the prompt")
-    for name, one in ((where, text), ("--system", system or ""), *(("--stop", one) for one in params.stop_texts)):
-        if any("\ud800" <= letter <= "\udfff" for letter in one):  # how Python reads bytes that it cannot decode
-            raise RequestValidationError(f"{name} is not {sys.getfilesystemencoding()}")
+    cli_options.check_texts({where: text, "--system": system, "--stop": "".join(stop or ())})
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
     with LLM(model, max_seqs=1, **beside, **cli_options.options_of(EngineConfig, given)) as llm:
@@ -210,7 +208,9 @@ def plan(
     rows: Annotated[
         int | None, typer.Option(help="Sequences of a replica that decode together [default: as many as fit, up to 64]")
     ] = None,
-    context: Annotated[int, typer.Option(help="Positions of every sequence")] = 8192,
+    context: Annotated[
+        int | None, typer.Option(help="Positions of every sequence [default: 8192, or as many as the model has]")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, int8, float8_e4m3fn or mxfp4 [default: bfloat16]")
     ] = None,
@@ -233,7 +233,8 @@ def plan(
     from ferrum_jax.planning.machines import find_machine
     from ferrum_jax.planning.subject import read_subject
 
-    settings: dict[str, Any] = {"rows": rows, "context": context, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
+    settings: dict[str, Any] = {"rows": rows, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
+    settings |= {} if context is None else {"context": context}
     settings |= EngineConfig(mesh=mesh).mesh_sizes | {"memory_share": memory_share}
     subject, machine = read_subject(model, dtype), find_machine(device)
     deployment = Deployment(subject=subject, machine=machine, **settings)
@@ -275,13 +276,14 @@ def compile_steps(
     layout: cli_options.LayoutOption = None,
     max_loras: cli_options.MaxLorasOption = 0,
     max_lora_rank: cli_options.MaxLoraRankOption = 0,
+    tokenizer: cli_options.TokenizerOption = None,
     speculate: cli_options.SpeculateOption = None,
     folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:
     """Compile everything that serving a model may need and store it on disk: later starts compile nothing.
 
-    With the options of `serve`; `chat` has --max-seqs 1, `generate` that and --no-prefix-cache.
+    Give the options that you will give to `serve`. For `chat` add --max-seqs 1, for `generate` --no-prefix-cache, too.
     """
     given = locals()
     from ferrum_jax.compile import artifacts
@@ -302,8 +304,8 @@ def compile_steps(
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
-    beside: dict[str, Any] = {"device": device, "speculation": speculation, "artifacts": str(root)}
-    beside["prefix_cache"] = cli_options.reuses_prefixes(prefix_cache)
+    beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}
+    beside |= {"artifacts": str(root), "prefix_cache": cli_options.reuses_prefixes(prefix_cache)}
     with LLM(model, **cli_options.options_of(EngineConfig, given, **beside)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None

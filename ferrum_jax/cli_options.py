@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ferrum_jax.contract.errors import RequestValidationError
+
 
 def options_of(kind: Any, given: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     """Returns those of a command's options, its `locals()`, that are fields of a dataclass; `own` win over them."""
@@ -13,10 +15,18 @@ def options_of(kind: Any, given: Mapping[str, Any], **own: Any) -> dict[str, Any
 
 
 def reuses_prefixes(given: bool | None) -> bool:
-    """Returns what --prefix-cache says, else FERRUM_PREFIX_CACHE; True if neither does."""
+    """Returns what --prefix-cache says, else FERRUM_PREFIX_CACHE, else True, but False with FERRUM_WINDOW_KV=1."""
     from ferrum_jax.config import EngineConfig
 
-    return EngineConfig(prefix_cache=given).over_environment().prefix_cache is not False
+    engine = EngineConfig(prefix_cache=given).over_environment()
+    return not engine.window_kv if engine.prefix_cache is None else engine.prefix_cache
+
+
+def check_texts(texts: Mapping[str, str | None]) -> None:
+    """Raises RequestValidationError, with the name of what it is, for a text of bytes that Python could not decode."""
+    for name, text in texts.items():
+        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):
+            raise RequestValidationError(f"{name} is not UTF-8")
 
 
 PrefixOption = Annotated[

@@ -50,6 +50,7 @@ def chat(
     from ferrum_jax.generate.params import SamplingParams
     from ferrum_jax.generate.speculation import Speculation
 
+    cli_options.check_texts({"--system": system})
     params = SamplingParams(**cli_options.options_of(SamplingParams, given))
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     beside: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "speculation": speculation}

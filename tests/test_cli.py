@@ -156,10 +156,11 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(run: Run, folder:
     refused(run("generate", "-", "-m", folder), "RequestValidation", *says)
     bytes_of_C = io.TextIOWrapper(io.BytesIO(b"ca\xffb"), encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", bytes_of_C)  # as with LC_ALL=C
-    refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is not utf-8")
+    refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is not UTF-8")
     for arguments, name in ((["a\udcff"], "the prompt"), (["a", "--system", "\udcff"], "--system"),
                             (["a", "--stop", "\udcff"], "--stop")):  # fmt: skip
-        refused(run("generate", *arguments, "-m", folder), "RequestValidation", f"{name} is not utf-8")
+        refused(run("generate", *arguments, "-m", folder), "RequestValidation", f"{name} is not UTF-8")
+    refused(run("chat", folder, "--system", "\udcff"), "RequestValidation", "--system is not UTF-8")
     monkeypatch.setattr(sys, "stdin", None)
     refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is closed")
 
@@ -218,6 +219,9 @@ def test_prefixes_are_reused_unless_an_option_or_else_the_variable_says_no(
         refused(run(command, folder, *port, "--prefix-cache"), "Config", "prefix_cache=True")
         monkeypatch.delenv("FERRUM_PREFIX_CACHE")
         refused(run(command, folder, *port, "--no-prefix-cache"), "Config", "prefix_cache=False")
+    monkeypatch.delenv("FERRUM_PREFIX_CACHE", raising=False)
+    monkeypatch.setenv("FERRUM_WINDOW_KV", "1")  # there cannot be both
+    refused(run(command, folder, *port), "Config", "prefix_cache=False")
 
 
 def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):

@@ -56,17 +56,17 @@ def check_not_forked(noun: str, pid: int) -> None:
         raise UnsupportedError(f"this {noun} was made before the process forked: make one in the child")
 
 
-_LOCKED: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+_FORKED: "weakref.WeakKeyDictionary[Any, tuple[str, Callable[[], Any]]]" = weakref.WeakKeyDictionary()
 
 
-def renew_after_fork(owner: Any, name: str) -> None:
-    """Gives the child of a fork a new RLock as this attribute: a thread that it does not have may hold the old one."""
-    _LOCKED[owner] = name
+def renew_after_fork(owner: Any, name: str, make: Callable[[], Any] = threading.RLock) -> None:
+    """Gives the child of a fork a new lock as this attribute: a thread that it does not have may hold the old one."""
+    _FORKED[owner] = name, make
 
 
 def _renew() -> None:
-    for owner, name in _LOCKED.items():
-        setattr(owner, name, threading.RLock())
+    for owner, (name, make) in _FORKED.items():
+        setattr(owner, name, make())
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks

@@ -110,7 +110,8 @@ class Adaptable(Observable):
             NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
         with self._life.lock, self._life:
-            having = [one for one in self._pipelines if name in [*one.adapters.loaded]] or self._pipelines[:1]
+            # Lists: what is no name, such as a dict, may not be looked up in a mapping.
+            having = [one for one in self._pipelines if name in list(one.adapters.loaded)] or self._pipelines[:1]
             for one in having:
                 one.adapters.check_unloadable(name)
             self._on_all(lambda one: _unload(one, name))

@@ -49,15 +49,15 @@ class Lifecycle:
                 raise DeviceError(_FAILED + self._failure) from problem
 
     def check_not_closed(self) -> None:
-        """Raises CancelledError after `close`."""
+        """Raises CancelledError after `close`, and UnsupportedError in a forked child."""
         if self.state is ExecutorState.Shutdown:
             raise CancelledError(f"this {self._noun} is closed")
+        check_not_forked(self._noun, self._pid)
 
     def check_ready(self) -> None:
         """Raises after `close`, DeviceError after a failure, and RequestValidationError while it is paused."""
         self.check_not_closed()
         self.check_not_failed()
-        check_not_forked(self._noun, self._pid)
         if self.paused:
             raise RequestValidationError(self.paused)
 

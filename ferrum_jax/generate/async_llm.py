@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
+from ferrum_jax.contract.checks import check_not_forked
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     CancelledError,
@@ -175,7 +176,11 @@ class AsyncLLM:
                 del self._live[request.request_id]
 
     async def _tokenise(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs a call in the thread that keeps the order of calls; raises CancelledError once closed."""
+        """Runs a call in the thread that keeps the order of calls; raises CancelledError once closed.
+
+        Raises UnsupportedError in a forked child, which does not have this thread.
+        """
+        check_not_forked("LLM", self.llm.engine.pid)
         try:
             pending = self._tokenising.submit(work, *arguments)
         except RuntimeError as problem:

@@ -31,6 +31,8 @@ _MARK = "\u27e6\u2026\u27e7 "
 TEMPLATE_OWN = frozenset({
     "template", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"
 })  # fmt: skip
+# DeepSeek's templates ask this of messages with calls.
+_ASKS_FOR_NONE = re.compile(r"""content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s{1,3})?none|[=!]=\s?[nN]one)""")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
@@ -51,7 +53,9 @@ def render_chat(
 
     Args:
         template: the Jinja source.
-        messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`.
+        messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`. Keys whose
+            value is None are left out, as transformers does: OpenAI's client writes `"content": null` beside calls, and
+            templates fail there or write "None". Beside calls, a template that asks `content is none` has it.
         add_generation_prompt: end with the header of the assistant's answer.
         continue_final_message: end with the content of the last message, so that the answer continues it. Text of the
             template after it is left out, and so are spaces at its end if the template trims them.
@@ -67,7 +71,7 @@ def render_chat(
     if len(template) > LARGEST_SOURCE:
         raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
     variables = {name: _copied(value, name) for name, value in extra.items()}
-    copied = [_without_none(message, template) for message in _copy_messages(messages)]
+    copied = _copy_messages(messages, asks_for_none=_ASKS_FOR_NONE.search(template) is not None)
     if continue_final_message:
         if add_generation_prompt:
             raise RequestValidationError("continue_final_message needs add_generation_prompt=False")
@@ -101,8 +105,8 @@ class _Renderer:
     """The process that renders; started with the first template, and again after a template that ended it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        renew_after_fork(self, "_lock")
+        self._lock = threading.Lock()
+        renew_after_fork(self, "_lock", threading.Lock)
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # pid that started the process: after a fork, the child starts its own
         atexit.register(self._stop)
@@ -157,13 +161,13 @@ class _Renderer:
 _RENDERER = _Renderer()
 
 
-def _copy_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _copy_messages(messages: Sequence[Mapping[str, Any]], *, asks_for_none: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestValidationError(f"messages must be a list of mappings, found {type(messages).__name__}")
-    return [_copy_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_copy_message(message, f"messages[{index}]", asks_for_none) for index, message in enumerate(messages)]
 
 
-def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _copy_message(message: Mapping[str, Any], where: str, asks_for_none: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestValidationError(f"{where} must be a mapping, found {type(message).__name__}")
     if not isinstance(message.get("role"), str):
@@ -174,23 +178,11 @@ def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestValidationError(
             f"{where}: content must be a str, a list of parts or None, found {type(message['content']).__name__}"
         )
-    copy = _copied(message, where)
-    reasoning = next((copy[key] for key in _REASONING_KEYS if copy.get(key) is not None), None)
+    copy = {key: value for key, value in _copied(message, where).items() if value is not None}
+    if asks_for_none and "tool_calls" in copy:
+        copy.setdefault("content", None)
+    reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
-
-
-_ASKS = r"""\b%s(['"]\s*\])?\s*(is\s+(not\s+)?none|[=!]=\s*[nN]one)\b"""
-
-
-def _without_none(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Drops keys whose value is None, unless the template asks whether their value is none.
-
-    Clients write `"content": null` beside calls. Templates that ask `"content" in message` fail there, or write "None";
-    transformers drops such keys, too. DeepSeek's ask `message['content'] is none`.
-    """
-    return {
-        key: value for key, value in message.items() if value is not None or re.search(_ASKS % re.escape(key), template)
-    }
 
 
 def _copy_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -123,7 +123,7 @@ class Engine:
         with self._lock:
             self._is_closed = True
             thread, is_within = self._thread, self._is_putting
-        if is_within or (thread is not None and self.pid != os.getpid() and not thread.is_alive()):  # in a forked child
+        if is_within:
             return
         if thread is not None and thread is not threading.current_thread():
             self._inbox.put(lambda: None)  # wakes it

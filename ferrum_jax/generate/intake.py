@@ -1,12 +1,13 @@
 """Makes requests from prompts and parameters, and checks both before anything starts."""
 
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ferrum_jax.contract.checks import check_flag
+from ferrum_jax.contract.checks import check_flag, check_not_forked
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter
@@ -43,6 +44,7 @@ class Intake:
     tokenizer: Tokenizer | None
     new_cache_id: Callable[[], str]
     forms: FormCompiler
+    pid: int = field(default_factory=os.getpid)
 
     def options(
         self,
@@ -59,8 +61,10 @@ class Intake:
         Raises:
             RequestValidationError, InvalidParameterError: their number is not `count`, or one is malformed.
             UnsupportedError: hook points are given and the model is not a `ModelRunner`, attention weights are to be
-                captured, or a model that is divided over devices lacks a point.
+                captured, a model that is divided over devices lacks a point, or this is a forked child.
         """
+        if isinstance(self.model, ModelRunner):
+            check_not_forked("LLM", self.pid)
         pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
         plain = [RequestOptions(adapter, priority=urgency) for adapter, urgency in pairs]
         given = () if capture is None else capture

@@ -6,6 +6,7 @@ tokens may follow. The sampler applies these as a mask on the device, for greedy
 
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 
 Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
+_BOUNDS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+LARGEST_DOUBLE = int(sys.float_info.max)
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
 MAX_CACHED_FORMS = 64  # of one model
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
@@ -213,18 +216,19 @@ class FormCompiler:
 
 
 def _check_text(text: str) -> None:
-    """Checks a schema's references; llguidance reports a text that is not JSON."""
+    """Checks what llguidance would follow otherwise; it reports a text that is not JSON itself."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         return
-    check_references(schema)
+    check_schema(schema)
 
 
-def check_references(schema: Any) -> None:
-    """Raises RequestValidationError for a JSON schema with references and, below its root, an `$id`.
+def check_schema(schema: Any) -> None:
+    """Raises RequestValidationError for a JSON schema that llguidance would follow otherwise than it is meant.
 
-    Such an `$id` is the base of the references inside it, but llguidance resolves every reference from the root.
+    An `$id` below the root is the base of the references inside it, but llguidance resolves every reference from the
+    root. It reads the integers that an answer may be, or may not pass, as float64.
     """
     inner, has_references = "", False
     waiting = [(schema, True)]
@@ -235,6 +239,11 @@ def check_references(schema: Any) -> None:
                 if name in ("$id", "id") and isinstance(inside, str) and not is_root:
                     inner = inside
                 has_references = has_references or (name == "$ref" and isinstance(inside, str))
+                if name in _BOUNDS and (rounded := _first_rounded(inside)) is not None:
+                    raise RequestValidationError(
+                        f"this json_schema cannot be followed: {name} has {rounded:.60}, which float64 does not hold: "
+                        "write such an integer as a text"
+                    )
                 if name not in _VALUES:
                     waiting.append((inside, False))
         elif isinstance(value, list):
@@ -244,6 +253,18 @@ def check_references(schema: Any) -> None:
             f"this json_schema cannot be followed: $ref and, inside of it, an $id ({safe_repr(inner)}) are not "
             "supported together"
         )
+
+
+def _first_rounded(value: Any) -> str | None:
+    """Returns the first integer in a JSON value that float64 does not hold."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, int) and (abs(one) > LARGEST_DOUBLE or int(float(one)) != one):
+            return str(one) if abs(one) <= LARGEST_DOUBLE else "an integer of more than 308 digits"
+    return None
 
 
 def _as_json(value: Any) -> str:

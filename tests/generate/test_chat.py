@@ -341,7 +341,10 @@ def test_a_key_without_a_value_is_left_out_unless_the_template_asks_for_none():
     ):
         assert render_chat(f"{{{{ {asking} }}}}" + in_message, messages).endswith("TrueFalse")
     assert render_chat("{{ messages[0]['content'] is none }}", messages) == "True"
-    assert render_chat("{{ messages[0].tool_content is none }}{{ 'content' in messages[0] }}", messages) == "FalseFalse"
+    assert render_chat("{{ messages[0].content != none }}", messages) == "False"
+    messages = [{"role": "user", "content": None, "thinking": None, "reasoning_content": "r", 1: None}]
+    asks = "{{ messages[0].content is none }}{{ 'content' in messages[0] }}{{ messages[0].thinking }}"
+    assert render_chat(asks, messages) == "FalseFalser"
 
 
 def test_the_callers_messages_stay_as_they_were():

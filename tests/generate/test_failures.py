@@ -252,21 +252,32 @@ def test_after_a_fork_whatever_has_lost_a_thread_says_so(runner: ModelRunner):
 
 
 FORKED = """
-import os, threading, warnings
-from ferrum_jax import LLM, from_params
+import asyncio, os, threading, time, warnings
+from ferrum_jax import LLM, AsyncLLM, LlmExecutor, SamplingParams, from_params
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.generate import chat
 from tests import tiny
 
 warnings.simplefilter("ignore")  # JAX and Python warn of forks
-runner = from_params(tiny.tiny_params(tiny.CONFIGS["llama3"]), tiny.model_config("llama3"), max_seqs=1, kv_capacity=32)
-llm = LLM.from_model(runner)
-llm.generate([[1, 2]])
+params, cfg = tiny.tiny_params(tiny.CONFIGS["llama3"]), tiny.model_config("llama3")
+runner = from_params(params, cfg, max_seqs=2, kv_capacity=160)
+llm, executor = LLM.from_model(runner), LlmExecutor(runner)
+answers = []
+running = threading.Thread(target=lambda: answers.extend(llm.generate([[1, 2]], SamplingParams(max_tokens=150))))
+running.start()
+while not llm.engine.scheduler._running:
+    time.sleep(0.001)
+runner._device.drop = lambda: print("dropped", flush=True)
 taken, over = threading.Event(), threading.Event()
 
 
+async def score():
+    async with AsyncLLM(llm) as own:
+        await anext(own.generate([1]))
+
+
 def hold():
-    with runner._life.lock, llm.engine._lock, chat._RENDERER._lock:
+    with runner._life.lock, llm.engine._lock, chat._RENDERER._lock, executor._table.lock:
         taken.set()
         over.wait()
 
@@ -275,7 +286,10 @@ holder = threading.Thread(target=hold)
 holder.start()
 taken.wait()
 if (child := os.fork()) == 0:
-    for call in (lambda: runner.prefill("a", [1]), lambda: llm.generate([[1]])):
+    for call in (
+        lambda: runner.prefill("a", [1]), runner.reset, lambda: runner.set_params(lambda old: old),
+        lambda: llm.generate([[1]]), lambda: executor.release_cache("a"), lambda: asyncio.run(score()),
+    ):
         try:
             call()
         except UnsupportedError as problem:
@@ -287,7 +301,8 @@ if (child := os.fork()) == 0:
 os.waitpid(child, 0)
 over.set()
 holder.join()
-print(len(llm.generate([[1, 2]])[0].token_ids) > 0)
+running.join()
+print(len(answers[0].token_ids) > 0, flush=True)
 llm.close()
 """
 
@@ -296,10 +311,13 @@ def test_a_fork_while_other_threads_hold_the_locks_leaves_a_child_that_does_not_
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "this runner was made before the process forked: make one in the child",
-        "this runner was made before the process forked: make one in the child",
+        *3 * ["this runner was made before the process forked: make one in the child"],
+        "this LLM was made before the process forked: make one in the child",
+        "this executor was made before the process forked: make one in the child",
+        "this LLM was made before the process forked: make one in the child",
         "child",
         "True",
+        "dropped",
     ]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -71,6 +72,7 @@ def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkey
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
     serve(str(folder), port=0, kv_capacity=64, max_seqs=2)
     assert calls == ["warmup", "freeze", "run"]
+    assert not logging.getLogger("jax._src.xla_bridge").isEnabledFor(logging.INFO)
 
 
 @pytest.mark.slow

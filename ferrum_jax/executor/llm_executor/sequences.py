@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import secrets
 import threading
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferrum_jax.contract.answers import check_kind, check_length
-from ferrum_jax.contract.checks import check_cache_id
+from ferrum_jax.contract.checks import check_cache_id, check_not_forked
 from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecoderOnlyLLM
@@ -55,6 +56,7 @@ class TrackedSequences:
         self.kv_bytes = kv_bytes
         self.capacity = check_length(model, "kv_capacity", model.kv_capacity())
         self.lock = threading.RLock()
+        self._pid = os.getpid()  # in a child of a fork, a thread that is not there may hold the lock
         self.is_closed = False  # refuses every later caller
         self.unsupported_fallback_calls = 0  # the unified forward is Unsupported, or has no logits
         self.lora_fallback_calls = 0  # a batch with adapters is Unsupported
@@ -67,6 +69,7 @@ class TrackedSequences:
     @contextlib.contextmanager
     def held(self, asked: float | None = None) -> Iterator[DecoderOnlyLLM]:
         """Holds the lock; CancelledError after `close`. The wait counts from `asked`, `time.perf_counter()` seconds."""
+        check_not_forked("executor", self._pid)
         asked = time.perf_counter() if asked is None else asked
         with self.lock:
             self._num_waits += 1

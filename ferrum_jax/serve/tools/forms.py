@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferrum_jax.contract.errors import RequestValidationError
-from ferrum_jax.generate.structured import Structured, check_references
+from ferrum_jax.generate.structured import Structured, check_schema
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
 from ferrum_jax.serve.tools.harmony import CHANNEL, CONSTRAIN, END, ENDS, MESSAGE, START
@@ -51,7 +51,7 @@ def call_form(
         case _:
             rules = _gpt_oss(schemas, marks, is_forced)
     for schema in schemas.values():
-        check_references(schema)
+        check_schema(schema)
     # Each schema is a document of its own: its references start at its root.
     arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
     return Structured(grammar="\n".join([*rules, *arguments, ""]))
