@@ -229,14 +229,14 @@ def plan(
 
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.planning import temporaries
-    from ferrum_jax.planning.estimate import Deployment, describe, estimate
+    from ferrum_jax.planning.estimate import DEFAULT_CONTEXT, Deployment, describe, estimate
     from ferrum_jax.planning.machines import find_machine
     from ferrum_jax.planning.subject import read_subject
 
     settings: dict[str, Any] = {"rows": rows, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
-    settings |= {} if context is None else {"context": context}
     settings |= EngineConfig(mesh=mesh).mesh_sizes | {"memory_share": memory_share}
     subject, machine = read_subject(model, dtype), find_machine(device)
+    settings["context"] = min(DEFAULT_CONTEXT, subject.cfg.max_seq_len) if context is None else context
     deployment = Deployment(subject=subject, machine=machine, **settings)
     estimate(deployment)  # refuses quickly
     needed = None

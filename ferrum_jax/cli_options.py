@@ -33,7 +33,7 @@ PrefixOption = Annotated[
     bool | None,
     typer.Option(
         "--prefix-cache/--no-prefix-cache",
-        help="Reuse what prompts have in common [default: as FERRUM_PREFIX_CACHE says, else yes]",
+        help="Reuse what prompts have in common [default: yes, unless FERRUM_PREFIX_CACHE=0 or FERRUM_WINDOW_KV=1]",
     ),
 ]
 SpeculateOption = Annotated[

@@ -60,7 +60,7 @@ _FORKED: "weakref.WeakKeyDictionary[Any, tuple[str, Callable[[], Any]]]" = weakr
 
 
 def renew_after_fork(owner: Any, name: str, make: Callable[[], Any] = threading.RLock) -> None:
-    """Gives the child of a fork a new lock as this attribute: a thread that it does not have may hold the old one."""
+    """Makes this lock anew in the child of a fork, as a thread that the child does not have may hold it."""
     _FORKED[owner] = name, make
 
 

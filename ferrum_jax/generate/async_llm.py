@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ class AsyncLLM:
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id
         self._lock = threading.Lock()  # for removals from it
+        self._pid = os.getpid()
         self._tokenising = ThreadPoolExecutor(1, "async-llm-tokenising")  # one thread keeps the order of the calls
 
     async def __aenter__(self) -> Self:
@@ -180,7 +182,7 @@ class AsyncLLM:
 
         Raises UnsupportedError in a forked child, which does not have this thread.
         """
-        check_not_forked("LLM", self.llm.engine.pid)
+        check_not_forked("LLM", self._pid)
         try:
             pending = self._tokenising.submit(work, *arguments)
         except RuntimeError as problem:

@@ -32,7 +32,7 @@ TEMPLATE_OWN = frozenset({
     "template", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"
 })  # fmt: skip
 # DeepSeek's templates ask this of messages with calls.
-_ASKS_FOR_NONE = re.compile(r"""content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s{1,3})?none|[=!]=\s?[nN]one)""")
+_ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s{1,3})?none|[=!]=\s?[nN]one)\b""")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 

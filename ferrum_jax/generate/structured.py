@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ferrum_jax.contract.checks import renew_after_fork
 from ferrum_jax.contract.errors import (
     InvalidParameterError,
     RequestValidationError,
@@ -28,8 +29,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 
 Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
-_BOUNDS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-LARGEST_DOUBLE = int(sys.float_info.max)
+_LARGEST_DOUBLE = int(sys.float_info.max)
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
 MAX_CACHED_FORMS = 64  # of one model
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
@@ -167,6 +167,7 @@ class FormCompiler:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
         self._tokenizer, self._size = tokenizer, vocab_size
         self._lock = threading.Lock()
+        renew_after_fork(self, "_lock", threading.Lock)
         self._vocabulary: Any = None
         self._forms: OrderedDict[tuple[Any, str], AnswerForm] = OrderedDict()  # by definition, last used last
 
@@ -228,7 +229,7 @@ def check_schema(schema: Any) -> None:
     """Raises RequestValidationError for a JSON schema that llguidance would follow otherwise than it is meant.
 
     An `$id` below the root is the base of the references inside it, but llguidance resolves every reference from the
-    root. It reads the integers that an answer may be, or may not pass, as float64.
+    root. It reads the integers that an answer may be as float64; bounds may be rounded, as that of int64 is.
     """
     inner, has_references = "", False
     waiting = [(schema, True)]
@@ -239,10 +240,10 @@ def check_schema(schema: Any) -> None:
                 if name in ("$id", "id") and isinstance(inside, str) and not is_root:
                     inner = inside
                 has_references = has_references or (name == "$ref" and isinstance(inside, str))
-                if name in _BOUNDS and (rounded := _first_rounded(inside)) is not None:
+                if name in ("const", "enum") and (rounded := _first_rounded(inside)) is not None:
                     raise RequestValidationError(
-                        f"this json_schema cannot be followed: {name} has {rounded:.60}, which float64 does not hold: "
-                        "write such an integer as a text"
+                        f"this json_schema cannot be followed: {name} has {str(rounded)[:24]}, which float64 does not "
+                        "hold: write it as a text"
                     )
                 if name not in _VALUES:
                     waiting.append((inside, False))
@@ -255,15 +256,15 @@ def check_schema(schema: Any) -> None:
         )
 
 
-def _first_rounded(value: Any) -> str | None:
+def _first_rounded(value: Any) -> int | None:
     """Returns the first integer in a JSON value that float64 does not hold."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict | list):
             waiting += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int) and (abs(one) > LARGEST_DOUBLE or int(float(one)) != one):
-            return str(one) if abs(one) <= LARGEST_DOUBLE else "an integer of more than 308 digits"
+        elif isinstance(one, int) and (abs(one) > _LARGEST_DOUBLE or int(float(one)) != one):
+            return one
     return None
 
 

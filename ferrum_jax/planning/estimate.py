@@ -35,7 +35,7 @@ class Deployment:
     data: int = 1  # replicas
     expert: int = 1
     model: int = 1
-    context: int = -1  # positions of every sequence; -1: 8,192, or as many as the model has, if these are fewer
+    context: int = DEFAULT_CONTEXT  # positions of every sequence
     rows: int | None = None  # sequences of one replica; None: as many as fit, `DEFAULT_ROWS` at most
     kv_dtype: str | None = None  # None: that of activations
     step_tokens: int = STEP_TOKENS
@@ -44,8 +44,6 @@ class Deployment:
     def __post_init__(self):
         object.__setattr__(self, "kv_dtype", EngineConfig(kv_dtype=self.kv_dtype).kv_dtype)  # by its full name
         longest = self.subject.cfg.max_seq_len
-        if self.context == -1:
-            object.__setattr__(self, "context", min(DEFAULT_CONTEXT, longest))
         if not 1 <= self.context <= longest:
             raise ConfigError(f"context is {self.context}, {self.subject.name} has 1 to {longest} positions")
         if self.rows is not None and self.rows < 1:

@@ -342,6 +342,8 @@ def test_a_key_without_a_value_is_left_out_unless_the_template_asks_for_none():
         assert render_chat(f"{{{{ {asking} }}}}" + in_message, messages).endswith("TrueFalse")
     assert render_chat("{{ messages[0]['content'] is none }}", messages) == "True"
     assert render_chat("{{ messages[0].content != none }}", messages) == "False"
+    for other in ("reasoning_content is not none", "tool_content is none"):
+        assert render_chat(f"{{{{ messages[0].{other} }}}}{in_message}", messages).endswith("FalseFalse")
     messages = [{"role": "user", "content": None, "thinking": None, "reasoning_content": "r", 1: None}]
     asks = "{{ messages[0].content is none }}{{ 'content' in messages[0] }}{{ messages[0].thinking }}"
     assert render_chat(asks, messages) == "FalseFalser"

@@ -287,8 +287,9 @@ holder.start()
 taken.wait()
 if (child := os.fork()) == 0:
     for call in (
-        lambda: runner.prefill("a", [1]), runner.reset, lambda: runner.set_params(lambda old: old),
-        lambda: llm.generate([[1]]), lambda: executor.release_cache("a"), lambda: asyncio.run(score()),
+        lambda: runner.prefill("a", [1]), runner.reset, lambda: runner.params, runner.allocate_kv,
+        lambda: runner.set_params(lambda old: old), lambda: llm.generate([[1]]),
+        lambda: executor.release_cache("a"), lambda: asyncio.run(score()),
     ):
         try:
             call()
@@ -311,7 +312,7 @@ def test_a_fork_while_other_threads_hold_the_locks_leaves_a_child_that_does_not_
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        *3 * ["this runner was made before the process forked: make one in the child"],
+        *5 * ["this runner was made before the process forked: make one in the child"],
         "this LLM was made before the process forked: make one in the child",
         "this executor was made before the process forked: make one in the child",
         "this LLM was made before the process forked: make one in the child",

@@ -361,16 +361,13 @@ def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: M
     assert is_empty(runner)
 
 
-@pytest.mark.parametrize("name", ["const", "minimum", "exclusiveMaximum", "multipleOf"])
-def test_an_integer_that_would_be_rounded_is_refused(llm: LLM, name: str):
+def test_an_integer_that_would_be_rounded_is_refused(llm: LLM):
+    compile_form = llm._intake.forms.compile
     for number in (2**53 + 1, -(2**53) - 1, 10**400):
-        value: Any = [1, {"a": [number]}] if name == "const" else number
-        schema = {"type": "object", "properties": {"id": {name: value}}}
-        with pytest.raises(RequestValidationError, match=f"{name} has .* which float64 does not hold"):
-            llm._intake.forms.compile(Structured(json=schema))
-    with pytest.raises(RequestValidationError, match="enum has 9007199254740993"):
-        llm._intake.forms.compile(Structured(json={"enum": [1, 2**53 + 1]}))
-    llm._intake.forms.compile(Structured(json={"type": "integer", "minimum": -(2**53), "maximum": 2**60}))
+        for schema in ({"const": [1, {"a": [number]}]}, {"properties": {"id": {"enum": [1, number]}}}):
+            with pytest.raises(RequestValidationError, match=f"has {str(number)[:24]}, which float64 does not"):
+                compile_form(Structured(json=schema))
+    compile_form(Structured(json={"enum": [2**60, True, 1.5], "maximum": 2**63 - 1}))
 
 
 def test_schemas_with_a_property_or_a_value_named_id_are_followed(llm: LLM):

@@ -95,10 +95,6 @@ def test_what_does_not_fit_is_refused_with_the_meshes_that_have_room():
         estimate(deployment("llama31", replace(TOY, memory_bytes=100)))
 
 
-def test_the_context_is_by_default_no_longer_than_the_models():
-    assert Deployment(subject=deployment("llama31").subject, machine=TOY).context == 160
-
-
 def test_what_contradicts_itself_is_refused():
     refused: list[tuple[dict[str, Any], str]] = [
         ({"context": 161}, "context is 161, tiny has 1 to 160 positions"),

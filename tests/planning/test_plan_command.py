@@ -44,6 +44,12 @@ def test_plan_prints_one_json_object_instead(run: Run, config: Path):
     assert found["decode"]["tokens_per_second"] == pytest.approx(64e3 / found["decode"]["step_ms"])
 
 
+def test_plan_counts_no_more_positions_than_the_model_has(run: Run, config: Path):
+    code, out, _ = run("plan", config, "--device", "h100", "--no-lower", "--json")
+    assert (code, json.loads(out)["context"]) == (0, 160)
+    refused(run("plan", config, "--device", "h100", "--context", "-1"), "Config", "1 to 160 positions")
+
+
 def test_plan_refuses_what_does_not_fit_or_is_not_known(run: Run, config: Path):
     big = run("plan", "llama-3.1-8b", "--device", "v5e", "--no-lower")
     refused(big, "ResourceExhausted", "16.06 GB for parameters", "14.40 GB are usable", "fits on model=2 or on model=4")

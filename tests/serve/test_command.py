@@ -65,7 +65,11 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     taken.close()
 
 
-def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_collections_leave_out_what_is_there_after_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(logging.getLogger("jax"), "level", logging.NOTSET)
     folder, calls = tiny.write_folder(tmp_path / "model", CONFIG), []
     spelled(37).save(folder)
     for owner, name in ((LLM, "warmup"), (gc, "freeze"), (Server, "run")):

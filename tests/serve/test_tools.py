@@ -92,6 +92,8 @@ def test_harmonys_channels_are_told_apart():
     assert parse("gpt_oss", "<|channel|>commentary to=functions.<|message|>{}") == Parsed("{}")  # to nobody
     assert parse("gpt_oss", "<|channel|>commentary to=assistant<|message|>x<|end|>") == Parsed("x")
     assert parse("gpt_oss", "<|channel|>analysis to=python<|message|>1<|call|>") == Parsed("", "1")
+    twice = "to=functions. to=python<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert parse("gpt_oss", f"<|start|>assistant {twice}") == Parsed(calls=[Call("f", "{}")])
     by_role = " to=functions.f<|channel|>commentary json<|message|><|call|>"
     assert parse("gpt_oss", by_role) == Parsed(calls=[Call("f", "{}")])
 

@@ -59,8 +59,8 @@ class HarmonyMessages(ToolParser):
         words = rest.replace(CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
-        called = [one.removeprefix(_FUNCTIONS) for one in sent if one.startswith(_FUNCTIONS) and self._may_call]
-        self._recipient = called[0] if called else ""
+        names = [one.removeprefix(_FUNCTIONS) for one in sent if one.startswith(_FUNCTIONS) and self._may_call]
+        self._recipient = next(filter(None, names), "")
         self._buffer, self._in_body, self._has_arguments, self._object = "", True, False, None
         return [CallBegin(self._recipient)] if self._recipient else []
 
