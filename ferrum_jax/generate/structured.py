@@ -229,7 +229,8 @@ def check_schema(schema: Any) -> None:
     """Raises RequestValidationError for a JSON schema that llguidance would follow otherwise than it is meant.
 
     An `$id` below the root is the base of the references inside it, but llguidance resolves every reference from the
-    root. It reads the integers that an answer may be as float64; bounds may be rounded, as that of int64 is.
+    root. It reads integers as float64, so that those of `const` and `enum` come out rounded. It rounds bounds, too, but
+    int64's largest is one of them, so these are not refused.
     """
     inner, has_references = "", False
     waiting = [(schema, True)]

@@ -271,13 +271,13 @@ drop, runner._device.drop = runner._device.drop, lambda: print("dropped", flush=
 taken, over = threading.Event(), threading.Event()
 
 
-async def score():
+async def generate():
     async with AsyncLLM(llm) as own:
         await anext(own.generate([1]))
 
 
 def hold():
-    with runner._life.lock, llm.engine._lock, chat._RENDERER._lock, executor._table.lock:
+    with runner._life.lock, llm.engine._lock, llm._intake.forms._lock, chat._RENDERER._lock, executor._table.lock:
         taken.set()
         over.wait()
 
@@ -289,13 +289,14 @@ if (child := os.fork()) == 0:
     for call in (
         lambda: runner.prefill("a", [1]), runner.reset, lambda: runner.params, runner.allocate_kv,
         lambda: runner.set_params(lambda old: old), lambda: llm.generate([[1]]),
-        lambda: executor.release_cache("a"), lambda: asyncio.run(score()),
+        lambda: executor.release_cache("a"), lambda: asyncio.run(generate()),
     ):
         try:
             call()
         except UnsupportedError as problem:
             print(problem, flush=True)
     print(chat.render_chat("{{ messages[0].content }}", [{"role": "user", "content": "child"}]), flush=True)
+    print("free" if llm._intake.forms._lock.acquire(timeout=10) else "held", flush=True)
     llm.close()
     runner.close()
     os._exit(0)
@@ -318,6 +319,7 @@ def test_a_fork_while_other_threads_hold_the_locks_leaves_a_child_that_does_not_
         "this executor was made before the process forked: make one in the child",
         "this LLM was made before the process forked: make one in the child",
         "child",
+        "free",
         "True",
     ]
 

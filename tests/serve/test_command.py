@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from ferrum_jax import cli
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.serve.command import serve
 from ferrum_jax.serve.server import Server, bind
@@ -65,18 +65,23 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     taken.close()
 
 
-def test_collections_leave_out_what_is_there_after_warmup(
+def test_the_log_leaves_out_which_backends_jax_did_not_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("jax"), "level", logging.NOTSET)
+    with pytest.raises(NotFoundError):
+        serve(str(tmp_path / "nowhere"), port=0)
+    assert not logging.getLogger("jax._src.xla_bridge").isEnabledFor(logging.INFO)
+
+
+def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, calls = tiny.write_folder(tmp_path / "model", CONFIG), []
     spelled(37).save(folder)
     for owner, name in ((LLM, "warmup"), (gc, "freeze"), (Server, "run")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
     serve(str(folder), port=0, kv_capacity=64, max_seqs=2)
     assert calls == ["warmup", "freeze", "run"]
-    assert not logging.getLogger("jax._src.xla_bridge").isEnabledFor(logging.INFO)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class TrackedSequences:
         self.kv_bytes = kv_bytes
         self.capacity = check_length(model, "kv_capacity", model.kv_capacity())
         self.lock = threading.RLock()
-        self._pid = os.getpid()  # in a child of a fork, a thread that is not there may hold the lock
+        self.pid = os.getpid()
         self.is_closed = False  # refuses every later caller
         self.unsupported_fallback_calls = 0  # the unified forward is Unsupported, or has no logits
         self.lora_fallback_calls = 0  # a batch with adapters is Unsupported
@@ -69,7 +69,7 @@ class TrackedSequences:
     @contextlib.contextmanager
     def held(self, asked: float | None = None) -> Iterator[DecoderOnlyLLM]:
         """Holds the lock; CancelledError after `close`. The wait counts from `asked`, `time.perf_counter()` seconds."""
-        check_not_forked("executor", self._pid)
+        check_not_forked("executor", self.pid)  # there a thread that does not exist may hold the lock
         asked = time.perf_counter() if asked is None else asked
         with self.lock:
             self._num_waits += 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ class CallWorker:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-executor")
         self._mutex = threading.Lock()
         self._closing: Future[None] | None = None
-        self._pid = os.getpid()  # the pool's thread is not in a child
 
     async def run(
         self,
@@ -52,7 +50,7 @@ class CallWorker:
         if kind is not None and not rows:
             return cast(T, [])
         self._table.check_open()
-        check_not_forked("executor", self._pid)
+        check_not_forked("executor", self._table.pid)  # there the pool has no thread
         log, asked = UndoLog(self._table), time.perf_counter()
 
         def call() -> T:
@@ -89,7 +87,7 @@ class CallWorker:
 
         A second close waits for the first.
         """
-        check_not_forked("executor", self._pid)
+        check_not_forked("executor", self._table.pid)
         self._table.is_closed = True
         with self._mutex:
             if self._closing is None:

@@ -354,11 +354,11 @@ def test_an_adapter_bound_to_an_emptied_sequence_is_unbound_on_failure(
 
 
 def test_after_a_fork_calls_and_shutdown_say_so(executor: LlmExecutor, handle: KvCacheHandle):
-    executor._worker._pid -= 1  # as a child sees it
+    executor._table.pid -= 1  # as a child sees it
     for call in (executor.prefill(prompt([1])), executor.decode(token(1, handle)), executor.shutdown()):
         with pytest.raises(UnsupportedError, match="this executor was made before the process forked"):
             run(call)
-    executor._worker._pid += 1
+    executor._table.pid += 1
     run(executor.decode(token(1, handle)))
 
 
