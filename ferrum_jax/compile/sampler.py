@@ -129,7 +129,7 @@ def pack_settings(slot: int, settings: SlotSettings, spec: SamplerSpec) -> NDArr
     sets[1] = 0
     if settings.seen is not None and len(settings.seen):
         seen = np.zeros(spec.vocab_size, np.bool_)
-        seen[settings.seen] = True
+        seen[np.asarray(settings.seen)] = True
         sets[1] = _pack_set(seen)
     generated = buffer[1 + _COLUMNS + 2 * words :]
     generated[:] = spec.vocab_size

@@ -19,9 +19,10 @@ class KvSlotRequest:
     admission_target_len: int | None = None  # positions
 
     def __post_init__(self):
-        check_int(f"{safe_repr(self.cache_id)}: target_len", self.target_len, 0)
-        if self.admission_target_len is not None:
-            check_int(f"{safe_repr(self.cache_id)}: admission_target_len", self.admission_target_len, 0)
+        label, most = safe_repr(self.cache_id), self.admission_target_len
+        object.__setattr__(self, "target_len", check_int(f"{label}: target_len", self.target_len, 0))
+        if most is not None:
+            object.__setattr__(self, "admission_target_len", check_int(f"{label}: admission_target_len", most, 0))
 
 
 @dataclass(frozen=True, kw_only=True)

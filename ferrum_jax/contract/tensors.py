@@ -12,7 +12,10 @@ from ferrum_jax.contract.handles import KvCacheHandle
 
 
 def _shape(name: str, array: Any, rank: int) -> tuple[int, ...]:
-    shape = np.shape(array)
+    try:
+        shape = np.shape(array)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise RequestValidationError(f"{name} are no array: {problem}") from None
     if len(shape) != rank:
         raise RequestValidationError(f"{name} has shape {list(shape)}, expected {rank} dimensions")
     return shape

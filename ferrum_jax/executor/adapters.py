@@ -157,7 +157,8 @@ class Adapters:
     def lay_out(self, tree: Any, scale: float, index: int) -> ParamTree:
         """Returns the arrays of an adapter in the form of a row of the stacks; raises as `lay_out_arrays`."""
         assert self.spec is not None
-        return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, scale=scale, index=index)
+        device = self.placed.placement.first
+        return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, device, scale=scale, index=index)
 
     def set(self, name: str, laid_out: ParamTree) -> list[LoadedAdapter]:
         """Puts an adapter's arrays on the device; returns the adapter that was replaced or evicted for it, if any.

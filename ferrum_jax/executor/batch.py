@@ -87,6 +87,9 @@ class WithCaptures(NamedTuple):
     points: dict[Point, NDArray[Any]]  # [n, ...] of its tokens; of attention [N, n, S], S being its length after them
 
 
+NOT_FINITE = "its logits are not finite: weights, adapter or intervention may hold NaN, or float16 has overflowed"
+
+
 class TokenChoice(NamedTuple):
     """A token that was chosen on the device; log-probabilities are 0 where its settings want none.
 

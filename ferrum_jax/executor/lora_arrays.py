@@ -1,7 +1,6 @@
 """Converts an adapter that a caller has as arrays to the form of a row of the stacks; arrays on a device stay there."""
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,33 +15,40 @@ from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationE
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import joined
 
 Halves = dict[str, tuple[Any, Any]]  # down [r, D] or [A, r, D], and up [F, r] or [F, A, r], by projection
 _PREFIX, _PEFT = "base_model.model.", {".lora_A.weight": 0, ".lora_B.weight": 1}
 _OWN = {".down": 0, ".up": 1}
+_LARGEST = float(np.finfo(np.float32).max)
 
 
-def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, scale: float, index: int) -> ParamTree:
+def lay_out_arrays(
+    tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, device: JaxDevice, *, scale: float, index: int
+) -> ParamTree:
     """Returns the tree of `models.adapters.adapter_specs`: ranks padded with zeros, missing projections zero.
 
-    Tree, scale and index are those of `ModelRunner.set_lora`.
+    Tree, scale and index are those of `ModelRunner.set_lora`. Arrays on several devices are moved to `device`.
 
     Raises:
         InvalidParameterError: the arrays are not those of an adapter of this model, or not finite in `dtype`, which
             would spoil rows without adapters, too; the message lists where.
         RequestValidationError: the rank is above `spec.max_rank`.
     """
-    if not is_real(scale) or not math.isfinite(scale):
-        raise InvalidParameterError(f"scale is {safe_repr(scale)}, expected a finite number")
-    if not is_integer(index):
-        raise InvalidParameterError(f"index is {safe_repr(index)}, expected an integer")
+    if not is_real(scale) or not abs(scale) <= _LARGEST:
+        raise InvalidParameterError(f"scale is {safe_repr(scale)}, expected a finite float32")
+    if not is_integer(index) or not 0 <= index < 2**31:
+        raise InvalidParameterError(f"index is {safe_repr(index)}, expected an integer from 0 to {2**31 - 1}")
     halves = _halves(tree)
     rank = _check(halves, cfg, index)
     if rank > spec.max_rank:
         raise RequestValidationError(f"the adapter has rank {rank}, more than max_lora_rank, which is {spec.max_rank}")
     with jax.transfer_guard_host_to_device("allow"):  # for the two numbers, and for NumPy's arrays
-        halves = jax.tree.map(lambda half: joined(half) if isinstance(half, jax.Array) else half, halves)
+        halves = jax.tree.map(lambda half: joined(half, device) if isinstance(half, jax.Array) else half, halves)
+        arrays = [half for half in jax.tree.leaves(halves) if isinstance(half, jax.Array)]
+        if all(half.is_fully_addressable for half in arrays) and len({one for x in arrays for one in x.devices()}) > 1:
+            halves = jax.device_put(halves, device)
         found, are_finite = _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
     with jax.transfer_guard_device_to_host("allow"):
         problems = [f"{name} has values that are not finite in {dtype}" for name, ok in are_finite.items() if not ok]

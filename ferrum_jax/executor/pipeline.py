@@ -16,7 +16,7 @@ from ferrum_jax.compile.edits import EditStacks
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import ConfigureKey, MaskKey, SlotSettings, pack_settings, read_only_slots
-from ferrum_jax.contract.checks import check_distinct, check_position
+from ferrum_jax.contract.checks import check_distinct, check_position, check_tokens
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, KeptSequences, not_kept
 from ferrum_jax.executor.answers import (
@@ -263,8 +263,12 @@ class Pipeline:
                 if in_one and row.num_tokens > most:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
                 self._check_settings(row, live, output.settings)
+                masks = output.masks if isinstance(output, VerifiedTokens) else None
+                if masks is not None and np.shape(masks) != (shape := (row.num_tokens, -(-self.plan.vocab_size // 32))):
+                    raise RequestValidationError(f"{cache_id!r}: masks have shape {np.shape(masks)}, expected {shape}")
             elif isinstance(output, TargetScores):
-                num_targets = len(output.targets)
+                targets: Any = output.targets
+                num_targets = len(check_tokens(f"{cache_id}: targets", targets, self.plan.vocab_size))
                 if num_targets != row.num_tokens:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
                 if output.settings is not None:
@@ -403,8 +407,9 @@ class Pipeline:
         if not pending.parts:
             return
         self.device.last_fetched_bytes = 0
-        while pending.parts:
-            read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
+        while pending.parts:  # a part that cannot be read stays: the next call must fail, too
+            read_part(pending.parts[0], pending.answers, pending.captured, self.device, self.table)
+            pending.parts.popleft()
         pending.answers = [join_answer(one) if isinstance(one, list) else one for one in pending.answers]
         for row, pieces in pending.captured.items():
             pending.answers[row] = WithCaptures(pending.answers[row], join_captured(pieces))

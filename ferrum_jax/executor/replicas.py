@@ -13,7 +13,7 @@ import jax
 
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
+from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor import multi_step, reservations
@@ -136,9 +136,11 @@ class ReplicatedRunner(ModelRunner):
             home = self._router.homes.get(old, 0)
             if (other := self._router.homes.get(new)) not in (None, home):
                 home = other  # the old id is unknown there, so that the fork is refused
-            with self._router.on(home) as replica:
-                replica.fork(old, new)
-            self._router.settle_homes({new: home})
+            try:
+                with self._router.on(home) as replica:
+                    replica.fork(old, new)
+            finally:  # after an interrupt, too: a live id without a replica could not be released
+                self._router.settle_live({new: home})
 
     def reset(self) -> None:
         """Drops every sequence and prefix of all replicas; raises as `ModelRunner.reset`."""
@@ -154,9 +156,11 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock, self._life:
             key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
             homes = self._router.place([(key, NOTHING)], [count])
-            with self._router.on(homes[key]) as replica:
-                replica.prepare(key, count)
-            self._router.settle_homes(homes)
+            try:
+                with self._router.on(homes[key]) as replica:
+                    replica.prepare(key, count)
+            finally:
+                self._router.settle_live(homes)
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """As `ModelRunner.reserve_kv_slots`, all or nothing over all replicas."""
@@ -173,9 +177,10 @@ class ReplicatedRunner(ModelRunner):
                 with self._router.on(index) as replica:
                     planned.append((index, reservations.plan(replica._pipeline, own)))
             before = self.kv_slot_capacity_snapshot()
-            found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
-            known = {key: at for key, at in homes.items() if key in self.replicas[at]._pipeline.table.live}
-            self._router.settle_homes(known)
+            try:
+                found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
+            finally:
+                self._router.settle_live(homes)
             by_id = {one.cache_id: one for part in found for one in part.allocations}
             return KvSlotReservation(
                 block_size=before.block_size,
@@ -218,7 +223,7 @@ class ReplicatedRunner(ModelRunner):
             try:
                 for replica in owners:
                     bind(replica)
-            except FerrumError:
+            except BaseException:  # an interrupt, too: the id would be bound on some replicas and run on others
                 for replica, (adapter, edits) in zip(owners, before, strict=True):
                     replica._adapters.bind(key, adapter)
                     replica._pipeline.interventions.restore(key, edits)

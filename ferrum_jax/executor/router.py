@@ -81,9 +81,14 @@ class ReplicaRouter:
 
         def begin() -> PendingReplicas:
             steps = []
-            for index, rows, begin_part in parts:
-                with self.on(index):
-                    steps.append((begin_part(), rows))
+            try:
+                for index, rows, begin_part in parts:
+                    with self.on(index):
+                        steps.append((begin_part(), rows))
+            except BaseException:  # an interrupt, too: some replicas are ahead of what the caller knows
+                for index, _, _ in parts:
+                    self.replicas[index]._device.lose()
+                raise
             return PendingReplicas(self.life, steps, len(batch))
 
         return begin
@@ -162,6 +167,10 @@ class ReplicaRouter:
                 for index, replica in enumerate(self.replicas):
                     if index != home:
                         replica.release(cache_id)
+
+    def settle_live(self, homes: dict[str, int]) -> None:
+        """As `settle_homes`, of the ids that are live on their replica."""
+        self.settle_homes({key: at for key, at in homes.items() if key in self.replicas[at]._pipeline.table.live})
 
     def owners(self, cache_id: str) -> list[ModelRunner]:
         """Returns the replicas that hold or bind an id."""

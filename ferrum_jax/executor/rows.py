@@ -1,7 +1,7 @@
 """From a caller's arguments to scheduled rows: a caller's mistakes are found here, before anything changes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
     check_flag,
+    check_int,
     check_policy_count,
     check_position,
     check_rows,
@@ -48,15 +49,25 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_logprobs": (-1, MAX_TOP_LOGPROBS),
 }
 _GREEDY = SampledToken(SlotSettings())
+_OUTPUTS = frozenset(get_args(Output))
 
 
-def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
-    """Raises RequestValidationError unless each is a `ScheduledRow`, its tokens int32 of the vocabulary or None."""
+def check_batch(batch: ScheduledBatch, vocab_size: int) -> list[ScheduledRow]:
+    """Returns the rows; raises RequestValidationError unless each is a `ScheduledRow` with an output that there is.
+
+    Tokens must be int32 of the vocabulary, or None.
+    """
+    rows = []
     for row in batch:
         if not isinstance(row, ScheduledRow):
             raise RequestValidationError(f"{safe_repr(row)} is a {type(row).__name__}, expected a ScheduledRow")
         check_cache_id(row.cache_id)
-    tokens = [row.tokens for row in batch if row.tokens is not None]
+        if type(row.output) not in _OUTPUTS:
+            raise RequestValidationError(f"{row.cache_id!r}: the output is {safe_repr(row.output)}, no known kind")
+        if type(row.start) is not int:
+            row = row._replace(start=check_int(f"{row.cache_id!r}: start", row.start, 0))
+        rows.append(row)
+    tokens = [row.tokens for row in rows if row.tokens is not None]
     for array in tokens:
         if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1 or not len(array):
             raise RequestValidationError(f"tokens are {safe_repr(array)}, expected int32 [n] of at least one")
@@ -65,6 +76,7 @@ def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
         if joined.min() < 0 or joined.max() >= vocab_size:
             wrong = joined[(joined < 0) | (joined >= vocab_size)][0]
             raise RequestValidationError(f"token id {wrong}: ids go from 0 to {vocab_size - 1}")
+    return rows
 
 
 def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_size: int) -> None:

@@ -1,5 +1,6 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over one pipeline of compiled steps."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.answers import Captured, TokenScores
 from ferrum_jax.contract.checks import check_cache_id, check_count, check_flag, check_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
-from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.errors import ModelError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
 from ferrum_jax.contract.slots import KvSlotRequest, KvSlotReservation
@@ -25,6 +26,7 @@ from ferrum_jax.executor.adapters import Adapters, KeptSequences
 from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
+    NOT_FINITE,
     ScheduledBatch,
     TokenChoice,
 )
@@ -115,13 +117,13 @@ class ModelRunner(Adaptable):
         before the host has read it (`tokens=None`).
 
         Raises:
-            RequestValidationError: a row is no `ScheduledRow`, its tokens are not int32 `[n]` of the vocabulary, it
-                does not start where its sequence ends, or an id occurs twice.
+            RequestValidationError: a row is no `ScheduledRow`, its tokens are not int32 `[n]` of the vocabulary, its
+                output is unknown or does not fit its tokens, it does not start where its sequence ends, or an id
+                occurs twice.
             ResourceExhaustedError: slots or blocks are short.
         """
         with self._life.lock, self._life:
-            check.check_batch(batch, self._vocab_size)
-            return self._pipeline.plan_batch(batch)()
+            return self._pipeline.plan_batch(check.check_batch(batch, self._vocab_size))()
 
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
@@ -148,12 +150,16 @@ class ModelRunner(Adaptable):
     def decode_batch_with_logits_policy(
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
-        """As `decode_batch`; for greedy rows, only the token id is copied to the host."""
+        """As `decode_batch`; for greedy rows, only the token id is copied to the host.
+
+        Raises:
+            ModelError: the logits of a greedy row are not finite; `truncate_kv` takes the batch's tokens back.
+        """
         with self._life.lock, self._life:
             check_count("policies", policies)
-            answers = self._pipeline.execute(check.decode_rows(batch, policies, *self._known)).result()
+            answers = self._answers(check.decode_rows(batch, policies, *self._known))
             self._count_decodes(len(answers))
-            return [_answer(one) for one in answers]
+            return answers
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i."""
@@ -238,11 +244,18 @@ class ModelRunner(Adaptable):
     def unified_forward_with_logits_policy(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
-        """As `unified_forward`; for greedy rows, only the token id is copied to the host."""
+        """As `unified_forward`; greedy rows as in `decode_batch_with_logits_policy`."""
         with self._life.lock, self._life:
             check_count("policies", policies)
-            answers = self._pipeline.execute(check.unified_rows(items, policies, *self._known)).result()
-            return [_answer(one) for one in answers]
+            return self._answers(check.unified_rows(items, policies, *self._known))
+
+    def _answers(self, rows: ScheduledBatch) -> list[Any]:
+        """Runs rows; returns their logits, or token ids of rows that sample."""
+        answers = self._pipeline.execute(rows).result()
+        for row, one in zip(rows, answers, strict=True):
+            if isinstance(one, TokenChoice) and math.isnan(one.logprob):
+                raise ModelError(f"{row.cache_id!r}: {NOT_FINITE}")
+        return [one.token_id if isinstance(one, TokenChoice) else one for one in answers]
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
         """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `multi_step_tokens` a device call.
@@ -474,7 +487,3 @@ class ModelRunner(Adaptable):
         if num_rows:
             unpadded = num_rows in self.plan.buckets.decode_rows
             self._decode_batches.count(num_rows, forced=forced, unpadded=unpadded)
-
-
-def _answer(given: Any) -> Any:
-    return given.token_id if isinstance(given, TokenChoice) else given

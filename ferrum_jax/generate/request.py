@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
+from ferrum_jax.executor.batch import NOT_FINITE, SampledToken, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import REPLACEMENT, Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
@@ -23,7 +23,6 @@ from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
 
-_NOT_FINITE = "its logits are not finite: weights, adapter or intervention may hold NaN, or float16 has overflowed"
 _log = logging.getLogger(__name__)
 
 
@@ -253,7 +252,7 @@ class Request:
             self.error = self.refusal
             return
         if isinstance(choice.logprob, float) and math.isnan(choice.logprob):
-            self.error = ModelError(_NOT_FINITE)
+            self.error = ModelError(NOT_FINITE)
             return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
@@ -293,7 +292,7 @@ class Request:
         self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
         if np.isnan(scores.logprobs).any():
-            self.error = ModelError(_NOT_FINITE)
+            self.error = ModelError(NOT_FINITE)
             return
         self.scores += scores.logprobs.tolist()
         self.processed_scores += [] if scores.processed is None else scores.processed.tolist()

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import create_autospec
 
 import numpy as np
@@ -126,6 +127,16 @@ def test_inputs_know_their_shape_and_refuse_another_rank():
     assert (given.batch_size(), given.sequence_length()) == (2, 5)
     with pytest.raises(RequestValidationError, match=r"input_ids has shape \[5\]"):
         PrefillInput(input_ids=np.zeros(5, np.int32)).batch_size()
+    with pytest.raises(RequestValidationError, match="input_ids are no array"):
+        PrefillInput(input_ids=[[1, 2], [3]]).sequence_length()
+
+
+def test_lengths_of_any_integer_type_are_plain_from_then_on():
+    length: Any = np.uint8(200)
+    most: Any = np.uint32(7)
+    asked = KvSlotRequest(cache_id="a", target_len=length, admission_target_len=most)
+    assert (type(asked.target_len), asked.target_len) == (int, 200)
+    assert (type(asked.admission_target_len), asked.admission_target_len) == (int, 7)
 
 
 def test_the_last_tokens_logits_are_a_matrix():

@@ -130,6 +130,14 @@ def test_a_sequence_that_is_bound_goes_on_where_it_is_to_be_kept(
     check(runner, oracles["one"])
 
 
+@pytest.mark.devices
+def test_halves_may_lie_on_different_devices(runner: ModelRunner, oracles: dict[str | None, Oracle]):
+    devices = jax.devices("cpu")
+    spread = {name: jax.device_put(half, devices[at % 2]) for at, (name, half) in enumerate(on_device("one").items())}
+    runner.set_lora("tuned", spread, scale=2.0)
+    check(runner, oracles["one"])
+
+
 def test_what_fits_no_row_or_no_model_is_refused_and_changes_nothing(
     runner: ModelRunner, oracles: dict[str | None, Oracle], adapter_folders: dict[str, str], params: ParamTree
 ):
@@ -157,6 +165,9 @@ def test_what_fits_no_row_or_no_model_is_refused_and_changes_nothing(
         {"scale": "x"},
         {"scale": float("nan")},
         {"scale": [1, 2]},
+        {"scale": 10**400},
+        {"scale": 1e39},
+        {"index": 2**40},
         {"index": "0"},
         {"index": 1.5},
     ]

@@ -421,6 +421,12 @@ def test_a_refused_batch_changes_nothing(runner: ModelRunner, oracle: Oracle):
         (row("b", [4, 5], 2, TargetScores(np.array([1], np.int32))), RequestValidationError),
         (row("b", [1] * CAPACITY, 2), RequestValidationError),
         (("b", [4], 2), RequestValidationError),
+        (row("b", [4], 2, None), RequestValidationError),  # pyright: ignore[reportArgumentType]
+        (row("b", [4], 2, type(LAST_LOGITS)), RequestValidationError),  # pyright: ignore[reportArgumentType]
+        (row("b", [4], "2"), RequestValidationError),  # pyright: ignore[reportArgumentType]
+        (row("b", [4, 5], 2, TargetScores(np.array([1, 37], np.int32))), RequestValidationError),
+        (row("b", [4, 5], 2, VerifiedTokens(GREEDY, np.zeros((1, 2), np.int32))), RequestValidationError),
+        (row("b", [4, 5], 2, VerifiedTokens(GREEDY, np.zeros((2, 1), np.int32))), RequestValidationError),
     ]
     for one, kind in bad:
         with pytest.raises(kind):
@@ -435,6 +441,20 @@ def test_a_refused_batch_changes_nothing(runner: ModelRunner, oracle: Oracle):
     assert after == before
     assert runner.execute([]).result() == []
     assert runner.execute([good]).result()[0].token_id == int(oracle([*HELD["a"], 4])[-1].argmax())
+
+
+def test_rows_may_come_from_an_iterator_with_positions_and_tokens_in_numbers_of_any_kind(
+    runner: ModelRunner, oracle: Oracle
+):
+    hold(runner)
+    seen: Any = tuple(HELD["a"])
+    start: Any = np.uint8(9)
+    rows: Any = iter([row("a", [4], start, SampledToken(SlotSettings(repetition_penalty=1e6, seen=seen)))])
+    (found,) = runner.execute(rows).result()
+    wanted = oracle([*HELD["a"], 4])[-1].copy()
+    held = sorted({*seen, 4})
+    wanted[held] = np.where(wanted[held] > 0, wanted[held] / 1e6, wanted[held] * 1e6)
+    assert found.token_id == int(wanted.argmax())
 
 
 def test_a_block_that_was_filled_while_its_tokens_were_on_the_device_is_entered_once_they_are_read(
@@ -517,8 +537,9 @@ def test_a_failure_while_a_step_is_read_is_an_error_until_reset_and_what_was_beg
             step.result()
     runner.reset()
     hold(runner)
-    with pytest.raises(DeviceError, match="before a failure"):
-        second.result()
+    for step in (first, second):
+        with pytest.raises(DeviceError, match="before a failure"):
+            step.result()
     assert runner.state is ExecutorState.Ready
     np.testing.assert_allclose(runner.decode("a", 8, 9), oracle([*HELD["a"], 8])[-1], atol=TOLERANCE, rtol=0)
 

@@ -1,9 +1,10 @@
 """Data parallel: two replicas behind one runner answer as one, take twice as many sequences, and know as much."""
 
 import asyncio
+import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -582,6 +583,86 @@ def test_a_refused_binding_leaves_the_one_before(params: ParamTree, adapter_fold
         assert ["x" in replica._adapters.bound for replica in two.replicas] == [True, True]
         two.release("x")
         assert two.lora_metrics_snapshot()["active_cache_bindings"] == 2
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_leaves_an_id_bound_on_all_replicas_as_before(
+    at: int, two: ReplicatedRunner, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    bound = {name: ActiveLoraAdapter(name=name, path=path) for name, path in adapter_folders.items()}
+    two.set_lora_adapter_for_cache("p", bound["one"])
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.replicas[at], "set_lora_adapter_for_cache", interrupt)
+        for key in ("p", "q"):
+            with pytest.raises(KeyboardInterrupt):
+                two.set_lora_adapter_for_cache(key, bound["two"])
+    assert two.state is ExecutorState.Ready
+    held = [[replica._adapters.of(key) for key in ("p", "q")] for replica in two.replicas]
+    assert [[None if one is None else one.name for one in pair] for pair in held] == [["one", None]] * 2
+    assert two._router.unplaced == {"p"}
+    two.release("p")
+    assert two.lora_metrics_snapshot()["active_cache_bindings"] == 0
+
+
+@pytest.mark.parametrize("name", ["fork", "prepare", "reserve_kv_slots"])
+def test_an_interrupt_leaves_no_sequence_that_cannot_be_released(
+    name: str, two: ReplicatedRunner, monkeypatch: pytest.MonkeyPatch
+):
+    two.prefill("p", [1, 2, 3])
+    calls: dict[str, Callable[[], Any]] = {
+        "fork": lambda: two.fork("p", "q"),
+        "prepare": lambda: two.prepare("q", 5),
+        "reserve_kv_slots": lambda: two.reserve_kv_slots([KvSlotRequest(cache_id="q", target_len=5)]),
+    }
+
+    def interrupted_after(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> None:
+            call(*given)
+            raise KeyboardInterrupt
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for replica in two.replicas:
+            patch.setattr(replica, "fork", interrupted_after(replica.fork))
+            patch.setattr(replica, "prepare", interrupted_after(replica.prepare))
+        patch.setattr(two, "_at_once", interrupted_after(two._at_once))
+        with pytest.raises(KeyboardInterrupt):
+            calls[name]()
+    assert two.state is ExecutorState.Ready
+    assert two.kv_len("q") is not None
+    for key in ("p", "q"):
+        two.release(key)
+    assert all(not replica._pipeline.table.live for replica in two.replicas)
+
+
+def test_an_interrupt_between_the_parts_of_a_batch_is_an_error_until_reset(
+    two: ReplicatedRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    for key in ("p", "q"):
+        two.prefill(key, [1, 2, 3])
+    assert two.replica_of("p") != two.replica_of("q")
+    with monkeypatch.context() as patch:
+        on, entered = two._router.on, []
+
+        @contextlib.contextmanager
+        def interrupted(index: int) -> Iterator[Any]:
+            entered.append(index)
+            if len(entered) == 4:  # both parts are planned, and one is begun
+                raise KeyboardInterrupt
+            with on(index) as replica:
+                yield replica
+
+        patch.setattr(two._router, "on", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.decode_batch([("p", 4, 3), ("q", 4, 3)])
+    assert two.state is ExecutorState.Error
+    two.reset()
+    check(two.prefill("p", [1, 2]), oracle, [1, 2])
 
 
 def test_weights_that_one_replica_cannot_take_are_taken_by_none(

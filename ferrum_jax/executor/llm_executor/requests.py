@@ -206,10 +206,10 @@ def _read_adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
         return None
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
-    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+    if not (isinstance(name, str) and isinstance(path, str) and name):
         raise RequestValidationError(
             f"{label}: {LORA_ADAPTER} is {safe_repr(name)} and {LORA_PATH} is {safe_repr(path)}, expected both or "
-            "neither, a string and a path"
+            "neither, a string and a path, which is '' for the adapter that is loaded under this name"
         )
     return ActiveLoraAdapter(name=name, path=path)
 

@@ -1,6 +1,7 @@
 """An executor over a runner: what a refused call leaves as it was, adapters among it."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,19 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor
-from ferrum_jax.contract import ExecutorState, KvSlotRequest, ModelInfo, UnifiedBatch
+from ferrum_jax.contract import ExecutorState, GreedyArgmax, KvSlotRequest, ModelInfo, UnifiedBatch
 from ferrum_jax.contract.errors import (
     CancelledError,
     DeviceError,
+    ModelError,
     NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
 )
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.asking import batch, item, prompt, run
-from tests.executor.conftest import ENGINE, make_runner
+from tests.executor.asking import batch, item, prompt, run, token
+from tests.executor.conftest import ENGINE, adapter_tensors, make_runner
 
 TEXT = list(range(1, 21))
 
@@ -84,6 +86,41 @@ def test_a_sequence_never_answers_as_an_adapter_of_a_refused_call(
     else:
         again = run(executor.prefill(prompt(TEXT[:8], empty)))
         np.testing.assert_array_equal(again.logits, first.logits)
+
+
+def test_a_greedy_token_of_logits_that_are_not_finite_is_an_error_and_is_undone(runner: ModelRunner, params: ParamTree):
+    executor = LlmExecutor(runner)
+    first = run(executor.prefill(prompt(TEXT[:8]))).kv_cache
+    length = runner.kv_len(first.cache_id)
+    runner.set_params(jax.tree.map(lambda leaf: leaf * np.nan, params), keep_sequences=True)
+    try:
+        calls: list[Callable[[], Any]] = [
+            lambda: executor.decode(token(4, first, logits_policy=GreedyArgmax())),
+            lambda: executor.batch_decode([token(4, first, logits_policy=GreedyArgmax())]),
+            lambda: executor.unified_decode(
+                batch(item("", [4], 8, kv_cache=first, logits_policy=GreedyArgmax()), item("b", [1, 2], 0))
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(ModelError, match="not finite"):
+                run(call())
+            assert first.is_valid()
+            assert runner.kv_len(first.cache_id) == length
+            assert runner.kv_len("b") is None
+    finally:
+        runner.set_params(params, keep_sequences=True)
+
+
+def test_an_adapter_set_from_arrays_is_asked_for_by_its_name(runner: ModelRunner, adapter_folders: dict[str, str]):
+    executor = LlmExecutor(runner)
+    wanted = run(executor.prefill(prompt(TEXT, metadata=under("one", adapter_folders)))).logits
+    runner.set_lora("tuned", adapter_tensors("one"), scale=2.0)
+    asked = {"ferrum_lora_adapter": "tuned", "ferrum_lora_path": ""}
+    found = run(executor.prefill(prompt(TEXT, metadata=asked)))
+    np.testing.assert_allclose(found.logits, wanted, rtol=0, atol=1e-4)
+    run(executor.decode(token(4, found.kv_cache, metadata=asked)))
+    with pytest.raises(NotFoundError, match="'nobody' is not loaded"):
+        run(executor.prefill(prompt(TEXT, metadata=asked | {"ferrum_lora_adapter": "nobody"})))
 
 
 def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserved(
