@@ -200,8 +200,8 @@ def _smollm3(s: Settings) -> Fields:
     layers, interval = range(found["num_hidden_layers"]), s.integer("no_rope_layer_interval", 4)
     rotated = s.get("no_rope_layers")  # despite its name, true where there are rotary embeddings
     rotated = [(layer + 1) % interval != 0 for layer in layers] if rotated is None else rotated
-    if not isinstance(rotated, list) or len(rotated) != len(layers):
-        raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of {len(layers)} entries")
+    if not isinstance(rotated, list) or len(rotated) < len(layers):
+        raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of at least {len(layers)} entries")
     if wrong := [entry for entry in rotated if type(entry) not in (bool, int) or entry not in (0, 1)]:
         raise ConfigError(f"no_rope_layers holds {safe_repr(wrong[0])}, expected only 0 and 1")
     window = s.get("sliding_window")

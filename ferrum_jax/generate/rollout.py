@@ -156,12 +156,12 @@ def generate_fn(
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
     if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:
         raise InvalidParameterError(f"stop_ids is {safe_repr(stop_ids)}, expected several token ids, such as (2,)")
-    for name, values in (("seeds", seeds), ("stop_ids", stop_ids)):
+    for name, values, most in (("seeds", seeds, 2**32 - 1), ("stop_ids", stop_ids, 2**31 - 1)):
         given = values if isinstance(values, jax.Array) else np.asarray(values)
         if given.size and not np.issubdtype(given.dtype, np.integer):
             raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
-        if isinstance(given, np.ndarray) and (given.astype(np.uint32) != given).any():
-            raise InvalidParameterError(f"{name} are {safe_repr(values)}, expected integers from 0 to {2**32 - 1}")
+        if isinstance(given, np.ndarray) and given.size and not 0 <= given.min() <= given.max() <= most:
+            raise InvalidParameterError(f"{name} are {safe_repr(values)}, expected integers from 0 to {most}")
     tokens, lengths = as_integers("tokens", tokens), as_integers("lengths", lengths)
     seeds = jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:

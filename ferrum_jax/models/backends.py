@@ -48,10 +48,10 @@ def cache_spec(cfg: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
 
 
 def check_backend(attention: str | None, params: ParamTree, cfg: ModelConfig) -> None:
-    """Raises UnsupportedError for the backend `cpu` without kernels, and for `tpu` if it cannot serve the model."""
+    """Raises UnsupportedError for the backends `cpu` and `tpu` if they cannot serve the model."""
     if attention == "cpu":
         attention_cpu.check()
-    if attention == "tpu":
+    if attention in ("cpu", "tpu"):
         dtype = activation_dtype(params).name
         obstacle = _obstacle(attention, cfg, dtype, dtype, block_size=128, layout=None)
         if obstacle is not None:

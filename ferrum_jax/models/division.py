@@ -241,7 +241,7 @@ def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> 
     if weight.scales is None:
         return QuantisedWeight(values=take(weight.values, last, runs))
     packed, columns, groups = is_packed(weight), weight.shape[-1], weight.scales.shape[-1]
-    if groups == 1 and not packed:
+    if groups == 1 and not packed and weight.offsets is None:  # an offset would make zeros of padding something else
         return replace(weight, values=take(weight.values, last, runs))
     size = group_size(columns, groups, split, unit=8 if weight.high is not None else 2 if packed else 1)
     weight = regroup(weight, size)
@@ -401,7 +401,8 @@ def partitions(specs: ParamTree, division: Division) -> ParamTree:
 def _partition(spec: Spec | None, axes: Sequence[Any]) -> Any:
     if not isinstance(spec, QuantisedWeight):
         return None if spec is None else PartitionSpec(*axes)
-    has_one = spec.scales is not None and spec.scales.shape[-1] == 1 and not is_packed(spec)
+    is_bare = spec.offsets is None and not is_packed(spec)
+    has_one = spec.scales is not None and spec.scales.shape[-1] == 1 and is_bare
     own = (*axes[:-1], None) if has_one else axes  # the mesh divides no group
     scales, offsets, high = _partition(spec.scales, own), _partition(spec.offsets, own), _partition(spec.high, axes)
     return QuantisedWeight(values=PartitionSpec(*axes), scales=scales, offsets=offsets, high=high)

@@ -270,9 +270,11 @@ def check_point(given: object, cfg: ModelConfig) -> Point:
         raise UnsupportedError(
             f"{cfg.model_type!r} has no keys and values of heads, but latents: no point {point.name!r}"
         )
-    if point.layer is not None and not _has(point, cfg):
+    layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
+    if not any(_has(Point(point.name, layer), cfg) for layer in layers):
         kind = "a mixture of experts" if point.name in _DENSE else "no mixture of experts"
-        raise UnsupportedError(f"layer {point.layer} of this {cfg.model_type} is {kind}: it has no {point.name!r}")
+        which = "every layer" if point.layer is None else f"layer {point.layer}"
+        raise UnsupportedError(f"{which} of this {cfg.model_type} is {kind}: it has no {point.name!r}")
     return point
 
 
@@ -301,8 +303,8 @@ def _has(point: Point, cfg: ModelConfig) -> bool:
     return is_sparse == (point.name in _SPARSE)
 
 
-def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Intervention]:
-    """Returns interventions by point; raises as `check_point`, and InvalidParameterError for a malformed one."""
+def check_interventions(given: object, cfg: ModelConfig, first_layer: int = 0) -> dict[Point, Intervention]:
+    """Returns interventions by point; raises as `check_points`, and InvalidParameterError for a malformed one."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -312,7 +314,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
         point = check_point(at, cfg)
         if isinstance(intervention, Edit):
             intervention = Edit(*(_numbers(point, name, getattr(intervention, name)) for name in ("scale", "add")))
-            points = [point]
+            points = [point] if point.layer is None else check_points([point], cfg, first_layer)
             for leaf in jax.tree.leaves(intervention) if point.layer is None else ():
                 if jnp.ndim(leaf) == 0 or len(leaf) != cfg.num_hidden_layers:
                     raise InvalidParameterError(
@@ -322,7 +324,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
             _check_experts(point, intervention, cfg)
         elif callable(intervention):
             _check_arguments(at, intervention)
-            points = check_points([point], cfg)
+            points = check_points([point], cfg, first_layer)
         else:
             raise InvalidParameterError(
                 f"the intervention at {safe_repr(at)} is {safe_repr(intervention)}, expected an Edit or a function"

@@ -70,7 +70,9 @@ _FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL,
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _QWEN_MOE),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
-    "gpt_oss": Family(expert_specs=feed_forward.gpt_oss_specs, mix_experts=feed_forward.gpt_oss_experts),
+    "gpt_oss": Family(
+        norm=wide_rms_norm, expert_specs=feed_forward.gpt_oss_specs, mix_experts=feed_forward.gpt_oss_experts
+    ),
 }
 
 

@@ -159,7 +159,8 @@ def run(
     if not isinstance(remat, bool) and remat != "products":
         raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
     first = _check_first_layer(first_layer, cfg, inputs_embeds)
-    points = check_points(capture, cfg, first if isinstance(first, int) else 0)
+    known = first if isinstance(first, int) else 0
+    points = check_points(capture, cfg, known)
     tokens = as_integers("tokens", tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
@@ -167,8 +168,7 @@ def run(
         check_range("tokens", tokens, 0, cfg.vocab_size - 1)
     batch, length = tokens.shape
     loras, adapters = checked_adapters(loras, adapters, cfg, batch)
-    checked = check_interventions(interventions, cfg)
-    check_points([point for point in checked if point.layer is not None], cfg, first if isinstance(first, int) else 0)
+    checked = check_interventions(interventions, cfg, known)
     if steering is not None:
         checked = steered(steering, checked, cfg, (batch, length, cfg.hidden_size))
     if inputs_embeds is not None:

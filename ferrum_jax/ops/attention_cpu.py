@@ -32,9 +32,10 @@ def attend_cpu(
     """Attends as `attend`, with float32 queries and outputs.
 
     Raises:
-        UnsupportedError: there are no kernels for this machine.
+        UnsupportedError: there are no kernels for this machine, or the KV has another layout.
     """
     check()
+    _check_layout(kv)
     batch, tokens, heads, width = q.shape
     block, columns = state.block_size(kv), rows.tables.shape[1]
     span = block * max(1, native.SPAN // block)
@@ -68,8 +69,9 @@ def write_cpu(
     k: Float[Array, "X K H"],
     v: Float[Array, "X K H"] | None = None,
 ) -> KvState[jax.Array]:
-    """Writes as `state.write`, in place."""
+    """Writes as `state.write`, in place; raises as `attend_cpu`."""
     check()
+    _check_layout(kv)
     nothing = jnp.zeros(0, jnp.float32)
     values = nothing if kv.v is None else kv.v
     shapes = tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (kv.k, values))
@@ -84,3 +86,8 @@ def check() -> None:
     """Raises UnsupportedError if there are no kernels for this machine."""
     if isinstance(missing := native.library(), str):
         raise UnsupportedError(f"attention 'cpu' has no kernels: {missing}")
+
+
+def _check_layout(kv: KvState[jax.Array]) -> None:
+    if kv.layout not in ("products", "latent"):
+        raise UnsupportedError(f"attention 'cpu' reads a KV of layout products or latent, this one's is {kv.layout}")

@@ -150,10 +150,12 @@ def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
     Interleaving the halves first takes a CPU four times as long.
     """
     assert weight.scales is not None
-    parts = x.reshape(len(x), weight.scales.shape[-1], 2, -1)
+    rows, columns = x.shape  # perhaps no rows
+    groups = weight.scales.shape[-1]
+    parts = x.reshape(rows, groups, 2, columns // (2 * groups))
     products = [
         _weight_right(
-            parts[:, :, at].reshape(len(x), -1),
+            parts[:, :, at].reshape(rows, columns // 2),
             scaled(half, weight).reshape(len(half), -1).astype(x.dtype),
             jnp.dtype(jnp.float32),
         )

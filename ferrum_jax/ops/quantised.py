@@ -13,6 +13,7 @@ are bytes, floats: MXFP4, a value of e2m1 times a power of two (OCP Microscaling
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import flax.struct
@@ -193,6 +194,10 @@ def is_quantised(leaf: Any) -> bool:
 
 
 def activation_dtype(params: Any) -> jnp.dtype:
-    """Returns the dtype in which a model computes: that of its unquantised parameters, such as norms."""
-    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
+    """Returns the dtype in which a model computes: that of its unquantised parameters, such as norms.
+
+    The head may have another one.
+    """
+    inner = params["model"] if isinstance(params, Mapping) and "model" in params else params
+    leaves = jax.tree.leaves(inner, is_leaf=is_quantised)
     return jnp.dtype(next(leaf.dtype for leaf in leaves if not is_quantised(leaf)))

@@ -52,6 +52,16 @@ def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
         assert runner.plan.cache.dtype == "bfloat16"
 
 
+def test_a_head_of_another_dtype_does_not_say_how_a_model_computes(params: ParamTree):
+    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
+    mixed = half | {"lm_head": params["model"]["embed_tokens"]}
+    cfg = dataclasses.replace(CFG, tie_word_embeddings=False)
+    with ferrum_jax.from_params(mixed, cfg, max_seqs=1, kv_capacity=16) as runner:
+        assert runner.describe()["dtype"] == "bfloat16"
+        wanted = ferrum_jax.models.forward(mixed, jnp.array([[1, 2, 3]]), cfg)[0, -1]
+        np.testing.assert_allclose(runner.prefill("a", [1, 2, 3]), wanted, rtol=0, atol=0.1)
+
+
 def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
     deleted = jax.tree.map(jnp.copy, params)
     deleted["model"]["norm"]["weight"].delete()

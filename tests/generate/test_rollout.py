@@ -170,6 +170,8 @@ def test_gradients_reach_the_adapters(params: ParamTree, loras: ParamTree):
         ({"seeds": np.array([1, 2**32, 3])}, r"seeds are .*4294967296.*, expected integers from 0 to 4294967295"),
         ({"seeds": np.ones(3)}, "seeds are float64, expected integers"),
         ({"stop_ids": (2, 3.5)}, "stop_ids are float64, expected integers"),
+        ({"stop_ids": (2, 2**31)}, "stop_ids are .*2147483648.*, expected integers from 0 to 2147483647"),
+        ({"stop_ids": (2, -1)}, "stop_ids are .*-1.*, expected integers from 0"),
         ({"params": {}}, r"these are not the parameters of this qwen3: .* missing"),
         ({"sampling": SamplingParams()}, "sampling is a SamplingParams, expected a Sampling: max_tokens, seeds"),
         ({"stop_ids": 5}, "stop_ids is 5, expected several token ids"),

@@ -255,6 +255,15 @@ def test_the_kernels_backend_is_refused_where_there_are_none(monkeypatch: pytest
         models.forward(params, jnp.array([[1]]), cfg, attention="tpu")
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.skipif(native.instruction_set() is None, reason="no kernels")
+def test_the_kernels_backend_is_refused_for_what_it_does_not_compute():
+    params, cfg = model("mistral")
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    with pytest.raises(UnsupportedError, match="attention 'cpu': dtype is bfloat16, the kernels compute in float32"):
+        models.forward(half, jnp.array([[1]]), cfg, attention="cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_lists_do_as_well_as_arrays():

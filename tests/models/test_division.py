@@ -99,6 +99,7 @@ def test_a_bias_that_is_added_to_a_sum_is_on_one_device():
 
 FORMS = {
     "a scale a channel": Format("int8"),
+    "a scale and an offset a channel": Format("int8", 1, "float32", "float32"),
     "groups": Format("int8", 6),
     "fp8": Format("float8_e4m3fn", 3),
     "two numbers a byte": Format("uint4", 6),
@@ -154,7 +155,7 @@ def _draw(form: Format, size: int) -> QuantisedWeight[Any]:
     if form.dtype == "float4_e2m1fn":
         values = rng.integers(256, size=(size, size // 2)).astype(np.uint8)
         return QuantisedWeight(values=values, scales=rng.integers(120, 131, (size, form.groups)).astype(np.uint8))
-    if form.dtype not in UINTS and isinstance(form.scales, str):
+    if form.dtype not in UINTS and isinstance(form.scales, str) and form.offsets is None:
         return quantise_weight(wide, form.dtype, form.groups)
     values, high = rng.integers(-127, 128, (size, size)).astype(np.int8), None
     if (bits := UINTS.get(form.dtype, 0)) > 0:

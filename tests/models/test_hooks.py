@@ -1,5 +1,6 @@
 """Hook points: what is captured there, and what happens when something else takes its place."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,11 @@ def tokens_of(name: str) -> jax.Array:
 
 def points_of(cfg: ModelConfig) -> tuple[Point, ...]:
     """Every point that a model has."""
-    every = [(name, None) for name in NAMES if not (cfg.latent is not None and name in ("k", "v"))]
-    return check_points(every, cfg)
+    found: set[Point] = set()
+    for name in NAMES:
+        with contextlib.suppress(UnsupportedError):
+            found.update(check_points([(name, None)], cfg))
+    return tuple(sorted(found))
 
 
 def close(found: Any, expected: Any) -> None:
@@ -417,6 +421,25 @@ def test_generation_follows_the_interventions_of_each_row():
         ),
         (
             "mistral",
+            {"interventions": {("router_logits", None): lambda x, _: x}},
+            UnsupportedError,
+            "every layer of this mistral is no mixture of experts: it has no 'router_logits'",
+        ),
+        (
+            "mixtral",
+            {"interventions": {("mlp_post", None): Edit(scale=np.zeros(3))}},
+            UnsupportedError,
+            "every layer of this mixtral is a mixture of experts: it has no 'mlp_post'",
+        ),
+        ("mistral", {"capture": [("expert_weights", None)]}, UnsupportedError, "it has no 'expert_weights'"),
+        (
+            "mistral",
+            {"interventions": {("z", 0): Edit()}, "first_layer": 1, "inputs_embeds": np.zeros((2, 13, 48))},
+            InvalidParameterError,
+            "layer 0 has no 'z': the first layer that runs is 1",
+        ),
+        (
+            "mistral",
             {"interventions": {("resid_post", None): Edit()}, "steering": np.zeros((3, 48))},
             InvalidParameterError,
             "give one of them",
@@ -433,6 +456,16 @@ def test_points_and_interventions_that_cannot_be_are_refused(name: str, asked: d
 def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
     with pytest.raises(InvalidParameterError, match=r"value has integers from .*, expected 32 bits"):
         replace_with(value)
+
+
+def test_a_function_of_every_layer_is_called_in_those_that_run():
+    params, cfg = model("mistral")
+    tokens, states = tokens_of("mistral"), jnp.zeros((2, 13, cfg.hidden_size))
+    run = partial(models.forward, params, tokens, cfg, inputs_embeds=states)
+    wanted = run(first_layer=1, interventions={("attn_out", layer): lambda x, _: x + 1 for layer in (1, 2)})
+    for first in (1, jnp.int32(1)):
+        close(run(first_layer=first, interventions={("attn_out", None): lambda x, _: x + 1}), wanted)
+    assert np.abs(run(first_layer=1) - wanted).max() > 1e-3
 
 
 def test_only_a_mask_says_where_to_replace():

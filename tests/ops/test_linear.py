@@ -10,7 +10,7 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ferrum_jax.ops.linear import FEW_TOKENS, StackedWeight, linear, vocabulary_logits
-from ferrum_jax.ops.quantised import quantise_weight
+from ferrum_jax.ops.quantised import QuantisedWeight, pack, quantise_weight
 from tests.tiers import by_default
 
 TOKENS = (1, 2, 3, FEW_TOKENS, FEW_TOKENS + 1)
@@ -77,6 +77,15 @@ def test_other_platforms_have_the_plain_product(tokens: int):
     )
     assert plain in text["cuda"]
     assert plain not in text["cpu"]
+
+
+def test_no_tokens_give_no_rows():
+    numbers = np.random.RandomState(0).randint(0, 16, (16, 64)).astype(np.uint8)
+    packed = QuantisedWeight(values=pack(numbers, 2), scales=np.ones((16, 2), np.float32))
+    wide = numbers.astype(np.float32)
+    for weight in (packed, quantise_weight(wide, "int8", 2), wide):
+        found = jax.jit(linear)(jnp.zeros((0, 64), jnp.float32), jax.tree.map(jnp.asarray, weight))
+        assert found.shape == (0, 16)
 
 
 @pytest.mark.parametrize("is_quantised", [False, True])

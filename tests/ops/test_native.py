@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import Layout
 from ferrum_jax.ops import native, sampling
@@ -405,6 +406,30 @@ def test_rounding_to_eight_bits_is_that_of_ml_dtypes_up_to_the_largest():
         found = jax.jit(write)(kv, LAYER, np.full(8, 3, np.int32), at, numbers, numbers)
         for pool in (found.k[LAYER, 3, 0, :, :8].T, found.v[LAYER, 3, 0, :8]):
             np.testing.assert_array_equal(np.float32(pool), expected)
+
+
+@pytest.mark.parametrize("layout", ["positions", "interleaved", "latent_rows"])
+def test_a_kv_of_another_layout_is_refused(layout: str):
+    filled, numbers = fill(Case(lengths=(3,), counts=(1,), tokens=1), "products"), jnp.zeros((1, 2, 16))
+    kv, place = replace(filled.kv, layout=layout), jnp.zeros(1, jnp.int32)
+    with pytest.raises(UnsupportedError, match=f"layout products or latent, this one's is {layout}"):
+        attend_cpu(filled.q, kv, LAYER, filled.rows, scale=1.0, window=None)
+    with pytest.raises(UnsupportedError, match=f"layout products or latent, this one's is {layout}"):
+        write_cpu(kv, LAYER, place, place, numbers, numbers)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_keys_of_another_shape_and_places_outside_a_block_write_nothing():
+    kv = fill(Case(lengths=(3,), counts=(1,), tokens=1, kv_heads=2, head_dim=16), "products").kv
+    numbers = jnp.ones((4, 2, 16))
+    ids, block = jnp.full(4, 3, jnp.int32), state.block_size(kv)
+    found = write_cpu(kv, LAYER, ids, jnp.array([-1, block, -block, 2**30], jnp.int32), numbers, numbers)
+    jax.tree.map(np.testing.assert_array_equal, found, kv)
+    for wrong in (jnp.ones((4, 16, 2)), jnp.ones((4, 1, 16)), jnp.ones((4, 2, 17))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="do not have the KV's shape"):
+            jax.block_until_ready(write_cpu(kv, LAYER, ids, jnp.zeros(4, jnp.int32), wrong, wrong))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not as many places as tokens"):
+        jax.block_until_ready(write_cpu(kv, LAYER, ids[:3], jnp.zeros(3, jnp.int32), numbers, numbers))
 
 
 @pytest.mark.parametrize("count", [8, 16, 13])

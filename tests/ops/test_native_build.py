@@ -121,6 +121,19 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert "built from other sources: install the package again" in str(native.register(build.LIBRARY))
 
 
+def test_an_editors_files_are_no_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for path in build.FOLDER.iterdir():
+        if path.suffix in (".cpp", ".h", ".py"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    before = build.digest_sources()
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    (tmp_path / ".#linear.h").symlink_to("nobody@nowhere.1")
+    (tmp_path / ".linear.h.swp").write_text("x")
+    assert build.digest_sources() == before
+    (tmp_path / "more.h").write_text("x")
+    assert build.digest_sources() != before
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("apart", READS_APART)

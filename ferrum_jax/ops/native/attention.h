@@ -415,7 +415,7 @@ template <class T> void write_as(const Write& a, int64_t first, int64_t last) {
   T *keys = static_cast<T*>(a.keys), *values = static_cast<T*>(a.values);
   for (int64_t x = first; x < last; x++) {
     const int64_t id = a.block_ids[x], offset = a.offsets[x];
-    if (id < 0 || id >= a.blocks) continue;
+    if (id < 0 || id >= a.blocks || offset < 0 || offset >= block) continue;
     const auto begin_of = [&](int64_t head) { return ((a.layer * a.blocks + id) * a.kv_heads + head) * width * block; };
     for (int64_t head = 0; head < a.kv_heads; head++)  // each number of a key lies in a line of its own
       for (int64_t h = 0; h < width; h++) __builtin_prefetch(keys + begin_of(head) + h * block + offset, 1);

@@ -44,7 +44,8 @@ def headers() -> Path | None:
 def digest_sources() -> str:
     """Digest of the kernels' sources and of how they are built, which a library has in it."""
     total = hashlib.sha256(platform.machine().encode())
-    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"), FOLDER / "build.py"]):
+    sources = (path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h") and not path.name.startswith("."))
+    for path in sorted([*sources, FOLDER / "build.py"]):
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return total.hexdigest()
 

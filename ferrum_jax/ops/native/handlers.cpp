@@ -317,10 +317,11 @@ ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::
   a.scale = scale;
   a.softcap = softcap;
   a.span = span;
-  a.splits = (a.columns * a.block + span - 1) / span;
-  a.tile = std::max<int64_t>(1, std::min<int64_t>(16, kTileRows / (a.heads / a.kv_heads)));
-  if (a.width > kMostWidth || pool_sizes[3] != a.width || a.heads % a.kv_heads || span % a.block)
+  if (a.width > kMostWidth || pool_sizes[3] != a.width || !a.kv_heads || a.heads % a.kv_heads || !a.block ||
+      span < 1 || span % a.block)
     return ffi::Error::InvalidArgument("attention of these sizes has no kernel");
+  a.splits = (a.columns * a.block + span - 1) / span;
+  a.tile = std::max<int64_t>(1, std::min<int64_t>(16, kTileRows / std::max<int64_t>(1, a.heads / a.kv_heads)));
   const auto attend = [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; item++) kernels->attend(a, item);
   };
@@ -334,11 +335,17 @@ ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::
   return ffi::Error::Success();
 }
 
-const char* check_write(const ffi::AnyBuffer& keys, const void* written, Write* a) {
+const char* check_write(Floats k, Floats v, const ffi::AnyBuffer& keys, const ffi::AnyBuffer& values,
+                        const void* written, Write* a) {
   if (!kind_of_pool(keys.element_type(), &a->kind)) return "a KV of this type has no kernel";
   if (keys.untyped_data() != written) return "the KV was copied";
-  auto sizes = keys.dimensions();
+  auto sizes = keys.dimensions(), given = k.dimensions();
   a->blocks = sizes[1], a->kv_heads = sizes[2], a->width = sizes[3], a->block = sizes[4];
+  a->tokens = given.size() == 3 ? given[0] : -1;
+  const auto elements = size_t(a->tokens * a->kv_heads * a->width);
+  if (a->tokens < 0 || given[1] != a->kv_heads || given[2] != a->width ||
+      (values.element_count() && (values.element_count() != keys.element_count() || v.element_count() != elements)))
+    return "keys and values do not have the KV's shape";
   return nullptr;
 }
 
@@ -346,7 +353,10 @@ ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer ke
                      Integers block_ids, Integers offsets, Integers layer, ffi::Result<ffi::AnyBuffer> new_keys,
                      ffi::Result<ffi::AnyBuffer> new_values) {
   Write a{};
-  if (const char* problem = check_write(keys, new_keys->untyped_data(), &a)) return ffi::Error::Internal(problem);
+  if (const char* problem = check_write(k, v, keys, values, new_keys->untyped_data(), &a))
+    return ffi::Error::Internal(problem);
+  if (int64_t(block_ids.element_count()) != a.tokens || int64_t(offsets.element_count()) != a.tokens)
+    return ffi::Error::Internal("there are not as many places as tokens");
   if (values.element_count() && values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the KV was copied");
   a.k = k.typed_data();
@@ -355,7 +365,6 @@ ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer ke
   a.values = values.element_count() ? values.untyped_data() : nullptr;
   a.block_ids = block_ids.typed_data();
   a.offsets = offsets.typed_data();
-  a.tokens = k.dimensions()[0];
   a.layer = layer.typed_data()[0];
   constexpr int64_t kAtLeast = 2;  // tokens of one thread
   in_parallel(pool, (a.tokens + kAtLeast - 1) / kAtLeast, [&](int64_t first, int64_t last) {
