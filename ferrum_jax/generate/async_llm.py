@@ -108,12 +108,15 @@ class AsyncLLM:
         request.notify = notify
         try:
             self.llm.engine.submit(request)
+            told = 0, ""
             while True:
                 await changed.wait()
                 changed.clear()
                 is_last = request.is_settled  # read first: the output after it is then complete
                 output = request.output(return_error=not is_last)
-                if is_last or not output.finished:  # else its slot and blocks may not be free yet
+                grown = len(output.token_ids), output.text
+                if is_last or (grown != told and not output.finished):  # else its slot and blocks may not be free yet
+                    told = grown
                     yield output
                 if is_last:
                     return

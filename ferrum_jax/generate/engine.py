@@ -94,6 +94,18 @@ class Engine:
         self._put(run)
         return waiting.result()
 
+    def prepare(self, request: Request) -> None:
+        """Compiles the programs for answering a request, between two steps: what was aborted has left its slot."""
+        model = self.scheduler.model
+
+        def run() -> None:
+            try:
+                model.prepare(request.cache_id, len(request.prompt))
+            finally:
+                model.release(request.cache_id)
+
+        self.call(run)
+
     def begin_update(self, update: Update) -> Future[int]:
         """Queues an update of weights; returns its `done`, which is set when it is applied. Raises as `submit`."""
         self._put(partial(self.scheduler.update, update))

@@ -196,8 +196,8 @@ class Intake:
         )
         if former is not None:
             request.text_prompt = former.prompt
-            as_ids(former.token_ids, self.model.config.vocab_size)
-            request.resume(former)
+            ids = as_ids(former.token_ids, self.model.config.vocab_size)
+            request.resume(replace(former, token_ids=ids))
         check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
         if form is not None:
             request.mask_of_next(form)

@@ -449,11 +449,7 @@ class LLM:
 
         Programs for log-probabilities of the prompt, several answers and structured output compile when first needed.
         """
-        request = self.request(prompt, params)
-        try:
-            self.model.prepare(request.cache_id, len(request.prompt))
-        finally:
-            self.model.release(request.cache_id)
+        self.engine.prepare(self.request(prompt, params))
 
     def chat(
         self,

@@ -76,6 +76,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
     is_settled: bool = False  # it is done, and its slot and blocks are free: set before `notify` is called
+    num_former: int = 0  # tokens of the answer that it continues
     num_before_loss: int = -1  # tokens that it had at the last call of `has_progressed`
     preemptions: int = 0  # times it lost its slot and blocks to others, and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
@@ -118,6 +119,11 @@ class Request:
     def is_begun(self) -> bool:
         """True once a token was chosen or scored."""
         return bool(self.choices or self.scores)
+
+    @property
+    def has_begun_here(self) -> bool:
+        """As `is_begun`, without the tokens of an answer that it continues."""
+        return len(self.choices) > self.num_former or bool(self.scores)
 
     @property
     def fork_position(self) -> int:
@@ -359,6 +365,7 @@ class Request:
             raise RequestValidationError("the answer to be continued has top_logprobs that are no mappings of ids")
         for name, lacking in (
             ("logprobs", self.params.num_logprobs >= 0 and former.logprobs is None),
+            ("processed_logprobs", self.params.num_logprobs >= 0 and former.processed_logprobs is None),
             ("top_logprobs", self.params.num_logprobs > 0 and tops is None),
         ):
             if lacking and count:
@@ -380,7 +387,7 @@ class Request:
         if self.is_done or former.finish_reason == "stop":
             reason = former.finish_reason if former.finish_reason == "stop" else self.finish_reason
             raise RequestValidationError(f"the answer to be continued is complete with {count} tokens: {reason}")
-        self.first_token_after = former.time_to_first_token
+        self.first_token_after, self.num_former = former.time_to_first_token, count
 
     def tell(self) -> None:
         """Sets `is_settled` and calls `notify`; an exception in `notify` is logged and affects no other request."""

@@ -24,7 +24,7 @@ from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.request import Request, own_copy
 from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
 from ferrum_jax.generate.shortage import Shortage
-from ferrum_jax.generate.speculator import Speculator
+from ferrum_jax.generate.speculator import Speculator, is_refusal
 from ferrum_jax.generate.updates import Update
 from ferrum_jax.generate.waiting import WaitingLine
 
@@ -186,7 +186,7 @@ class Scheduler:
         A request whose sequence was released from outside is recomputed, unless it got no token since the last time.
         """
         gone = self._resynchronise()
-        if not problem.is_client_error:
+        if not is_refusal(problem):
             self._fail([*self._running], problem)
         elif len(requests) == 1 and not (requests[0] in gone and requests[0].has_progressed()):
             self._fail(requests, problem)
@@ -203,7 +203,7 @@ class Scheduler:
                 self._make_room(problem)
             except FerrumError as problem:
                 self._resynchronise()
-                self._fail([request] if problem.is_client_error else [*self._running], problem)
+                self._fail([request] if is_refusal(problem) else [*self._running], problem)
 
     def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
         """Counts the positions that a begun batch fills and the tokens that it chooses."""
@@ -348,7 +348,7 @@ class Scheduler:
 
     def _begun(self, update: Update) -> list[Request]:
         """Requests whose weights change: running ones, and waiting ones that have tokens or scores."""
-        waiting = [one for one in self._waiting if one.is_begun]
+        waiting = [one for one in self._waiting if one.has_begun_here]
         return [one for one in (*self._running, *waiting) if update.concerns(one)]
 
     def _renew(self, request: Request, update: Update) -> None:
@@ -388,7 +388,7 @@ class Scheduler:
             found = self.model.decode_n(runs, until_one_ends=bool(self._waiting))
         except FerrumError as problem:
             self._resynchronise()
-            if problem.is_client_error or isinstance(problem, ResourceExhaustedError):
+            if is_refusal(problem) or isinstance(problem, ResourceExhaustedError):
                 return False  # token by token: blocks for so many tokens are short, or one request asks too much
             self._fail([*self._running], problem)
             return True

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import BackendError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import Distributions, ScheduledRow, TokenChoice, VerifiedTokens
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
@@ -75,9 +75,7 @@ class Speculator:
                     self._backend.truncate_kv(request.cache_id, request.num_read)
             if isinstance(problem, UnsupportedError):
                 raise
-            if isinstance(problem, ResourceExhaustedError) or (
-                isinstance(problem, FerrumError) and problem.is_client_error
-            ):
+            if isinstance(problem, ResourceExhaustedError) or is_refusal(problem):
                 return []
             raise
         ahead = []
@@ -144,6 +142,11 @@ class Speculator:
                 self.accepted += 1
             if request.is_done:
                 break
+
+
+def is_refusal(problem: BaseException) -> bool:
+    """True if a batch was refused with nothing changed, perhaps for one of its rows: a step may not compile."""
+    return isinstance(problem, FerrumError) and (problem.is_client_error or isinstance(problem, BackendError))
 
 
 def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Draft:

@@ -197,8 +197,10 @@ class FormCompiler:
             if self._vocabulary is None:
                 vocabulary = GrammarVocabulary(self._tokenizer, self._size)
                 ends = [token for token in self._tokenizer.eos_token_ids if token < self._size]
+                if not ends:  # llguidance would take token 0 for the end
+                    raise UnsupportedError("structured output needs a token that ends answers, the tokenizer has none")
                 self._vocabulary = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(vocabulary), n_vocab=self._size, eos_token=ends or None
+                    llguidance.TokenizerWrapper(vocabulary), n_vocab=self._size, eos_token=ends
                 )
         try:
             matcher = llguidance.LLMatcher(self._vocabulary, llguidance.grammar_from(kind, text), log_level=0)

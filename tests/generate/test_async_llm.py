@@ -33,6 +33,7 @@ def test_coroutines_share_the_engine_and_each_gets_its_own_answer():
         assert last is not None
         assert last.finished
         assert sizes == sorted(sizes)
+        assert 0 not in sizes  # although a prompt is read in several steps
         return last.token_ids
 
     async def main() -> list[list[int]]:
@@ -40,6 +41,19 @@ def test_coroutines_share_the_engine_and_each_gets_its_own_answer():
 
     assert asyncio.run(main()) == [answer(model, prompt, 8) for prompt in PROMPTS]
     llm.llm.engine.settle()
+    assert model.lengths == {}
+
+
+def test_nothing_comes_before_the_first_token():
+    llm, model = made()
+
+    async def main() -> list[int]:
+        return [len(out.token_ids) async for out in llm.generate([1, 2] * 12, SamplingParams(max_tokens=4))]
+
+    sizes = asyncio.run(main())
+    assert sizes[0] > 0
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 4
     assert model.lengths == {}
 
 

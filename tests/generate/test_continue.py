@@ -76,6 +76,32 @@ def test_what_an_answer_was_before_a_change_of_weights_goes_on_after_it(new_runn
                 np.testing.assert_allclose(out.logprobs[of], expected, rtol=0, atol=2e-5)
 
 
+def test_an_answer_that_goes_on_begins_after_an_update_that_waits(new_runner: MakeRunner, params: ParamTree):
+    plain, weights = SamplingParams(max_tokens=6, ignore_eos=True), versions_of(params, 2)
+    with new_runner() as runner:
+        llm = LLM.from_model(runner)
+        (part,) = llm.generate([PROMPTS[0]], plain)
+        part = replace(part, token_ids=np.array(part.token_ids))  # perhaps from a file
+        scheduler = llm.engine.scheduler
+        llm.engine.settle()
+        first = llm.request(PROMPTS[1], replace(plain, max_tokens=8))
+        scheduler.submit(first)
+        while len(first.choices) < 2:
+            scheduler.step()
+        update = params_update(runner, weights[1], "wait")
+        scheduler.update(update)
+        later = llm.request(part, replace(plain, max_tokens=30))
+        scheduler.submit(later)
+        while not first.is_done:
+            scheduler.step()
+        assert len(later.choices) == 6
+        while not later.is_done:
+            scheduler.step()
+        assert update.done.result() == 1
+        assert later.versions == [0] * 6 + [1] * 24
+        assert {type(token) for token in later.output().token_ids} == {int}
+
+
 def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
     llm = LLM.from_model(runner)
     (done,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
@@ -94,6 +120,7 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
         ({"weight_versions": None}, SamplingParams(max_tokens=9), "4 tokens, but None, which is no list"),
         ({"logprobs": [0.0]}, SamplingParams(max_tokens=9), "4 tokens, but 1 logprobs"),
         ({"processed_logprobs": 5}, SamplingParams(max_tokens=9), "4 tokens, but 5, which is no list"),
+        ({"logprobs": [0.0] * 4}, SamplingParams(max_tokens=9, logprobs=True), "has no processed_logprobs"),
         ({"top_logprobs": [None] * 4}, SamplingParams(max_tokens=9), "top_logprobs that are no mappings"),
     ):
         with pytest.raises(RequestValidationError, match=message):

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,14 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
-from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, ModelError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    BackendError,
+    CancelledError,
+    FerrumError,
+    InternalError,
+    ModelError,
+    UnsupportedError,
+)
 from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate import engine
@@ -322,6 +330,36 @@ def test_a_fork_while_other_threads_hold_the_locks_leaves_a_child_that_does_not_
         "free",
         "True",
     ]
+
+
+@pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 3}])
+@pytest.mark.parametrize("speculation", [None, Speculation(num_tokens=2)])
+def test_a_request_that_needs_a_step_that_is_not_compiled_fails_alone(
+    new_runner: MakeRunner, changes: dict[str, Any], speculation: Speculation | None
+):
+    """As in strict mode after a warm-up."""
+    plain = SamplingParams(max_tokens=12, ignore_eos=True)
+    with new_runner(**changes) as runner:
+        llm = LLM.from_model(runner, speculation=speculation)
+        wanted = llm.generate([[1, 2], [3, 4]], plain)
+        check, programs = runner._programs._check_declared, runner._programs
+
+        def declared(key: Any) -> None:
+            check(key)
+            if getattr(key, "capture", ()) or type(key).__name__ in ("MultiStepKey", "VerifyKey"):
+                raise BackendError(f"step {key} was not compiled by warmup")
+
+        programs._check_declared = declared
+        programs._steps = {key: step for key, step in programs._steps.items() if not getattr(key, "capture", ())}
+        asker = llm.request([5, 6], plain, capture=[("resid_post", 0)])
+        others = [llm.request(prompt, plain) for prompt in ([1, 2], [3, 4])]
+        llm.engine.submit(others[0], asker, others[1])
+        while not all(one.is_settled for one in (*others, asker)):
+            time.sleep(0.01)
+        assert isinstance(asker.error, BackendError)
+        assert [one.output().token_ids for one in others] == [one.token_ids for one in wanted]
+        llm.engine.settle()
+        assert is_empty(runner)
 
 
 @pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4, "decode_rows": (8,)}])

@@ -319,7 +319,7 @@ def test_forms_after_warm_up_compile_nothing(new_runner: MakeRunner, tokenizer: 
         assert compiles == []
 
 
-def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: ModelRunner):
+def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: ModelRunner, tokenizer: Tokenizer):
     refused: list[tuple[dict[str, Any], str]] = [
         ({}, "nothing"),
         ({"regex": "a", "choice": ["b"]}, "expected one of"),
@@ -350,6 +350,9 @@ def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: M
     ):
         with pytest.raises(RequestValidationError, match=message):
             llm.generate([[1], [2]], [DRAWN, replace(DRAWN, structured=form)])
+    endless = LLM.from_model(SummingLLM(), replace(tokenizer, eos_token_ids=()))
+    with pytest.raises(UnsupportedError, match="needs a token that ends answers, the tokenizer has none"):
+        endless.generate([[1]], asked()[0])
     with pytest.raises(UnsupportedError, match="structured output needs a tokenizer"):
         LLM.from_model(runner).generate([1], asked()[0])
     letters = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
