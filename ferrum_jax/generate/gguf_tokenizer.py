@@ -91,15 +91,14 @@ def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def turn_end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Returns the ids of control tokens that end a turn by their text, as llama.cpp knows them.
+    """Returns the ids of tokens that end a turn by their text, whatever their types, as llama.cpp knows them.
 
     A file names one or two such tokens, a `generation_config.json` all of them. Where there is `<|return|>`, as in
     GPT-OSS, `<|end|>` only ends one message of a turn.
     """
-    tokens, types = _require(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type") or ()
-    control = {token: at for at, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
-    ends = [token for token in _TURN_ENDS if not (token == "<|end|>" and "<|return|>" in control)]
-    return [control[token] for token in ends if token in control]
+    ids = {token: token_id for token_id, token in enumerate(_require(metadata, "tokens"))}
+    ends = [token for token in _TURN_ENDS if not (token == "<|end|>" and "<|return|>" in ids)]
+    return [ids[token] for token in ends if token in ids]
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -128,9 +127,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, adds_bos = _build_byte_level(metadata, vocabulary, recipe), recipe.adds_bos
     else:
         tokenizer, adds_bos = _build_sentencepiece(metadata, vocabulary, types), True
-    pairs = list(zip(tokens, types, strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
+    ends = {tokens[token_id] for token_id in turn_end_ids(metadata)}
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL or token in ends]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and token not in ends]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
     bos = _framing_token(metadata, "bos", default=adds_bos)
     eos = _framing_token(metadata, "eos", default=False)
     pieces = [token for token in (bos, "$A", eos) if token is not None]

@@ -275,11 +275,23 @@ def test_every_end_that_a_gguf_names_is_an_eos_id(tmp_path: Path):
         (["<|im_start|>", "<|im_end|>"], ["<|im_end|>"]),
     ],
 )
-def test_control_tokens_that_end_a_turn_are_eos_ids(specials: list[str], ends: list[str]):
-    tokens, types = ["a", "<|im_end|>x", *specials], [1, 1, *[3] * len(specials)]
-    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    assert sorted(tokens[at] for at in turn_end_ids(metadata)) == sorted(ends)
-    assert turn_end_ids(metadata | {"tokenizer.ggml.token_type": [1] * len(tokens)}) == []
+def test_tokens_that_end_a_turn_are_found_by_their_text(specials: list[str], ends: list[str]):
+    tokens = ["a", "<|im_end|>x", *specials]
+    found = turn_end_ids({"tokenizer.ggml.tokens": tokens})
+    assert sorted(tokens[at] for at in found) == sorted(ends)
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED, NORMAL])
+def test_a_token_that_ends_a_turn_is_special_whatever_its_type(kind: int, tmp_path: Path):
+    tokens = [*BYTE_LEVEL_TOKENS, "<|im_end|>"]
+    types = [CONTROL, CONTROL, USER_DEFINED, *[NORMAL] * (len(tokens) - 4), kind]
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", tokens=tokens, types=types, ggml_eos_token_id=1))
+    assert tokenizer.eos_token_ids == (1, len(tokens) - 1)
+    assert pieces(tokenizer, "a<|im_end|>b") == ["a", "<|im_end|>", "b"]
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "ab"
+    tokenizer.save(tmp_path)
+    saved = load_tokenizer(tmp_path)
+    assert (saved.eos_token_ids, saved.decode(tokenizer.encode("a<|im_end|>b"))) == (tokenizer.eos_token_ids, "ab")
 
 
 def test_a_special_id_outside_the_vocabulary_is_refused(tmp_path: Path):

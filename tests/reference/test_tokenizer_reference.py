@@ -150,18 +150,22 @@ def test_tokens_that_only_other_files_declare_equal_those_of_transformers(
     assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
 
 
-def write_sentencepiece(path: Path, *, prefixed: bool = True, ties: int = 3) -> None:
+TOOL = {"<tool>": 4}  # user-defined
+
+
+def write_sentencepiece(path: Path, *, prefixed: bool = True, ties: int = 3, more: dict[str, int] = TOOL) -> None:
+    """Writes a vocabulary whose last tokens are those of `more`, with their types."""
     source = random.Random(5)
     letters = ["▁", *"abcdefgé你"]
     words = sorted({"".join(source.choices(letters, k=source.randrange(2, 6))) for _ in range(400)})
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, "<tool>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, *more]
     writer = GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores(
-        [0.0] * 259 + [-float(i // ties) for i in range(len(words))] + [-1e6] * len(letters) + [0.0]
+        [0.0] * 259 + [-float(i // ties) for i in range(len(words))] + [-1e6] * len(letters) + [0.0] * len(more)
     )
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters)), 4])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters)), *more.values()])
     writer.add_add_space_prefix(prefixed)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
@@ -195,6 +199,21 @@ def test_sentencepiece_ids_and_text_equal_those_of_llama_cpp(tmp_path: Path, pre
         assert ours.decode(ids, skip_special_tokens=False) == f"<s>{text}"
         if "<" not in text:  # llama.cpp takes away the first prefix alone
             assert ours.decode(ids) == theirs.detokenize(ids[1:]).decode().removeprefix(" " if prefixed else "") == text
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])  # normal, control, user-defined
+def test_tokens_that_end_a_turn_are_those_of_llama_cpp(tmp_path: Path, kind: int):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    ends = ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"]
+    for further in ([], ["<|return|>", "<|call|>"]):
+        write_sentencepiece(tmp_path / "m.gguf", more=dict.fromkeys([*ends, *further], kind))
+        ours = load_tokenizer(tmp_path / "m.gguf")
+        theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+        known = {i for i in range(ours.vocab_size) if llama_cpp.llama_vocab_is_eog(theirs._model.vocab, i)}
+        assert set(ours.eos_token_ids) == known
+        text = "b<|im_end|>b<|eot_id|>"
+        assert ours.encode(text) == theirs.tokenize(text.encode(), special=True)
+        assert ours.decode(ours.encode(text)) == "bb"
 
 
 def test_sentencepiece_ids_equal_those_of_transformers_but_for_the_prefix(tmp_path: Path):
