@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError, safe_repr
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>",
               "<|return|>", "<|call|>")  # fmt: skip
 
@@ -127,10 +127,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, adds_bos = _build_byte_level(metadata, vocabulary, recipe), recipe.adds_bos
     else:
         tokenizer, adds_bos = _build_sentencepiece(metadata, vocabulary, types), True
-    ends = {tokens[token_id] for token_id in turn_end_ids(metadata)}
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL or token in ends]
+    pairs, ends = list(zip(tokens, types, strict=True)), {tokens[token_id] for token_id in turn_end_ids(metadata)}
+    special = [token for token, kind in pairs if kind in (_CONTROL, _UNKNOWN) or token in ends]
+    defined = [token for token, kind in pairs if kind == _USER_DEFINED and token not in ends]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and token not in ends]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
     bos = _framing_token(metadata, "bos", default=adds_bos)
     eos = _framing_token(metadata, "eos", default=False)

@@ -389,6 +389,16 @@ def test_sentencepiece_spells_unknown_characters_in_bytes(tmp_path: Path):
     assert tokenizer.decode(tokenizer.encode("a€\n b")) == "a€\n b"
 
 
+def test_the_unknown_token_is_special_in_the_file_and_in_a_folder_made_of_it(tmp_path: Path):
+    read = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf"))
+    read.save(tmp_path)
+    for tokenizer in (read, load_tokenizer(tmp_path)):
+        ids = tokenizer.encode("a<unk>b")
+        assert [tokenizer.id_to_token(i) for i in ids] == ["<s>", "▁a", "<unk>", "▁", "b"]
+        assert tokenizer.decode(ids) == "ab"
+        assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a<unk>b"
+
+
 @pytest.mark.parametrize("prefixed", [True, False])
 @pytest.mark.parametrize("text", ["a", "", "x<s> a", "ab  c\n"])
 def test_sentencepiece_gives_back_what_it_prefixed(tmp_path: Path, prefixed: bool, text: str):

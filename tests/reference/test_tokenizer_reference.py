@@ -192,7 +192,7 @@ def test_sentencepiece_ids_and_text_equal_those_of_llama_cpp(tmp_path: Path, pre
     theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
     source = random.Random(6)
     for _ in range(1000):
-        parts = [*"abcdefgé你 ", "  ", "€", "🙂", "\n", "<s>", "</s>", "<tool>"]
+        parts = [*"abcdefgé你 ", "  ", "€", "🙂", "\n", "<s>", "</s>", "<tool>", "<unk>"]
         text = "".join(source.choices(parts, k=source.randrange(25)))
         ids = ours.encode(text)
         assert ids == theirs.tokenize(text.encode(), add_bos=True, special=True)
