@@ -23,6 +23,7 @@ from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
 
 SEQUENCES = 8  # scored or generated together, if no batch size is given
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
 DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
 importlib.import_module("lm_eval.models")  # the harness registers its own models only if none is registered yet
@@ -172,12 +173,15 @@ class FerrumLM(TemplateLM):
         return texts
 
     def _params(self, asked: dict[str, Any]) -> SamplingParams:
-        """Converts a task's generation arguments; raises UnsupportedError for an unknown one."""
+        """Converts a task's generation arguments; raises UnsupportedError for an unknown one or for beams."""
         given = dict(asked)
-        until, limit = given.pop("until", None) or (), given.pop("max_gen_toks", self.max_gen_toks)
-        draws = given.pop("do_sample", None)
+        until, draws, beams = given.pop("until", None) or (), given.pop("do_sample", None), given.pop("num_beams", None)
+        lengths = [given.pop(name, None) for name in LENGTHS]
+        limit = next((length for length in lengths if length is not None), self.max_gen_toks)
+        if beams not in (None, 1):
+            raise UnsupportedError(f"num_beams is {safe_repr(beams)}, there is no beam search")
         if unknown := sorted(given.keys() - DRAWING):
-            known = ", ".join(sorted(DRAWING | {"until", "max_gen_toks", "do_sample"}))
+            known = ", ".join(sorted({*DRAWING, *LENGTHS, "until", "do_sample", "num_beams"}))
             raise UnsupportedError(f"generation arguments {unknown} are unknown, known are {known}")
         drawing = {name: value for name, value in given.items() if value is not None}
         if draws is False:

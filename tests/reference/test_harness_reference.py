@@ -155,10 +155,30 @@ def test_generation_arguments_are_understood_or_refused(ours: Any):
     assert "." not in greedy
     drawn = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.5, "seed": 3}
     assert ask(_instances("generate_until", ("Once", drawn), ("Once", drawn)))[0] != ""
-    with pytest.raises(UnsupportedError, match="num_beams"):
+    with pytest.raises(UnsupportedError, match="num_beams is 4, there is no beam search"):
         ask(_instances("generate_until", ("Once", {"num_beams": 4})))
+    with pytest.raises(UnsupportedError, match=r"'num_return'. are unknown, known are .*max_new_tokens, .*num_beams"):
+        ask(_instances("generate_until", ("Once", {"num_return": 1})))
     with pytest.raises(RequestValidationError, match="max_gen_toks is 64, the maximal length 64"):
         ask(_instances("generate_until", ("Once", {"max_gen_toks": 64})))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"max_gen_toks": None},
+        {"max_completion_tokens": 2},
+        {"max_completion_tokens": 2, "max_tokens": 3},
+        {"max_completion_tokens": 2, "max_tokens": 3, "max_new_tokens": 4, "num_beams": 1},
+        {"max_completion_tokens": 2, "max_tokens": 3, "max_new_tokens": 4, "max_gen_toks": 5},
+        {"max_completion_tokens": 2, "max_tokens": 3, "max_new_tokens": 4, "max_gen_toks": None},
+    ],
+)
+def test_the_length_of_an_answer_has_the_names_and_priorities_of_the_harness(ours: Any, asked: dict[str, Any]):
+    utils: Any = importlib.import_module("lm_eval.models.utils")
+    expected = utils.normalize_gen_kwargs(asked, ours.max_gen_toks)["max_gen_toks"]
+    assert ours._params(asked).max_tokens == expected
 
 
 def test_the_command_line_knows_the_model(smollm2_path: Path, offline: None):
