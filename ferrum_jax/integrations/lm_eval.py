@@ -6,6 +6,7 @@ own command line with this model registered. For `lm_eval.simple_evaluate`, impo
 
 # pyright: reportMissingImports=false
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,19 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    RequestValidationError,
+    TokenizerError,
+    UnsupportedError,
+    safe_repr,
+)
 from ferrum_jax.generate.intake import capacity_of
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
 
+_log = logging.getLogger(__name__)
 SEQUENCES = 8  # scored or generated together, if no batch size is given
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
 DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
@@ -109,11 +117,19 @@ class FerrumLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders a conversation by the chat template; without a generation prompt, the last message is left open."""
-        goes_on = not add_generation_prompt
-        return self.tokenizer.render(
-            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=goes_on
-        )
+        """Renders a conversation by the chat template; without a generation prompt, the last message is left open.
+
+        If the template refuses the conversation, this leaves out the system prompt, as the harness's own backends do.
+        """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        try:
+            return self.tokenizer.render(chat_history, **options)
+        except TokenizerError as problem:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            _log.warning("%s: rendering the conversation without its system prompt", problem)
+            return self.tokenizer.render(others, **options)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **ignored: Any

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ferrum_jax
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError, TokenizerError, UnsupportedError
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.server import running
 from ferrum_jax.serve.settings import ServerSettings
@@ -125,6 +125,25 @@ def test_conversations_are_laid_out_alike(ours: Any, theirs: Any):
         found, expected = (one.apply_chat_template(history, add_generation_prompt=False) for one in (ours, theirs))
         assert found == expected
     assert ours.chat_template(True) == theirs.chat_template(True)
+
+
+def test_a_template_without_a_system_role_gets_none_as_in_the_harness(
+    ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('Role not supported') }}{% endif %}"
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(ours, "tokenizer", replace(ours.tokenizer, chat_templates={"default": template}))
+    monkeypatch.setattr(theirs.tokenizer, "chat_template", template)
+    history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+    found = ours.apply_chat_template(history)
+    assert found == theirs.apply_chat_template(history) == "<user>Name a colour."
+    assert "Role not supported: rendering the conversation without its system prompt" in caplog.text
+    with pytest.raises(TokenizerError, match="Role not supported"):
+        ours.apply_chat_template([{"role": "assistant", "content": "Blue"}, *history])
+    with pytest.raises(TokenizerError, match="Role not supported"):
+        ours.apply_chat_template([{"role": "assistant", "content": "Blue"}])
 
 
 def test_an_engine_may_be_given_and_the_pool_bounds_the_length(tmp_path: Path, offline: None):
