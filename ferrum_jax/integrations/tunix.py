@@ -109,7 +109,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         if lora:
             rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(LORA[0]))
             asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
-        self._layout, self._dtype, self._served = asked.layout or FUSED, training.data_type, dtype
+        self._layout, self._served = asked.layout or FUSED, dtype
         self._device = first
         self._convert: Any = jax.jit(self._converted, donate_argnums=1, keep_unused=True)
         self._adapt: Any = jax.jit(self._adapted)
@@ -251,13 +251,12 @@ class FerrumRollout(base_rollout.BaseRollout):
         return brought_to(self._device, made) if self._serves_one else made
 
     def _converted(self, leaves: dict[str, jax.Array], served: ParamTree | None = None) -> ParamTree:
-        """Converts to the served tree, whose memory it takes over if it is given.
+        """Converts to the tree and the dtype of the served weights, whose memory it takes over if they are given.
 
         Under `jit` it shares no buffers with the actor, which may donate its own.
         """
         tree = lay_out(from_tree(leaves, self._cfg, self._rules), self._cfg, self._layout)
-        dtype = self._dtype or next(iter(leaves.values())).dtype
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+        return jax.tree.map(lambda leaf: leaf.astype(self._served), tree)
 
     def _adapted(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return adapter_of(leaves, self._moves, self._scales, self._cfg)

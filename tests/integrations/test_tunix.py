@@ -382,6 +382,29 @@ def test_the_rollouts_dtype_may_differ_from_the_actors():
     rollout.close()
 
 
+@pytest.mark.parametrize("serving_mesh", [None, {"model": 2}])
+def test_weights_in_another_dtype_are_cast_to_the_served_one(serving_mesh: Any):
+    model = with_lora(tiny_model("llama3"))
+    state = nnx.state(model, nnx.Param)
+    other = jax.tree.map(lambda leaf: leaf * -2, state)  # float32
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state))
+    with contextlib.closing(rollout_of(model, serving_mesh=serving_mesh)) as rollout:
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(rollout.llm.runner.params)} == {"bfloat16"}
+        greedy = rollout_config(0.0, top_p=None, return_logprobs=False)
+        before = rollout.generate(["abc"], greedy).tokens[0]
+        rollout.update_params(other, (nnx.Param,))
+        after = rollout.generate(["abc"], greedy).tokens[0]
+        assert not np.array_equal(after, before)
+        with contextlib.closing(rollout_of(model, serving_mesh=serving_mesh)) as narrow:
+            narrow.update_params(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), other), (nnx.Param,))
+            np.testing.assert_array_equal(narrow.generate(["abc"], greedy).tokens[0], after)
+        leaves = _leaves(jax.tree.map(lambda leaf: leaf * 3, other))
+        wrong = leaves | {"final_norm.w": leaves["final_norm.w"][1:]}
+        with pytest.raises(InvalidParameterError, match=r"final_norm\.w has shape \[23\], expected \[24\]"):
+            rollout.update_params(wrong)  # nor LoRA's, which is right
+        np.testing.assert_array_equal(rollout.generate(["abc"], greedy).tokens[0], after)
+
+
 def test_an_actor_on_several_devices_is_served():
     model = tiny_model("qwen2")
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
