@@ -13,6 +13,7 @@ from ferrum_jax.config.engine import DTYPES
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load_params, open_checkpoint
+from ferrum_jax.sharding.devices import host_device
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
@@ -35,8 +36,9 @@ def convert(
 ) -> Path:
     """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
 
-    The weights pass through the host's memory, whole. The folder appears, or an empty one is filled, at the end or not
-    at all. Folders `.ferrum-convert-…` that conversions killed more than a day ago left there or beside it are removed.
+    The weights pass through the host's memory, whole; through the default device's where JAX has no CPU, as under
+    `JAX_PLATFORMS=cuda`. The folder appears, or an empty one is filled, at the end or not at all. Folders
+    `.ferrum-convert-…` that conversions killed more than a day ago left there or beside it are removed.
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
@@ -67,7 +69,7 @@ def convert(
     elif isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
         beside = Tokenizer.from_gguf(opened.file)
     with _workplace(folder, target) as work:  # before the weights are read, which may take long
-        params, cfg = load_params(opened, asked.dtype, device="cpu", quantize=quantize, progress=progress)
+        params, cfg = load_params(opened, asked.dtype, device=host_device(), quantize=quantize, progress=progress)
         with orbax.writing(folder):
             orbax.save(work, params, replace(cfg, dtype=asked.dtype))
             if beside is not None:

@@ -463,8 +463,8 @@ def _read(
         elif layout == CHECKPOINT:
             params = source.restore(dtype, placed, DevicePlacer(device) if placed.division is None else None)
         else:
-            laid, host = served_specs(source, asked, device), ModelPlacement.on_one(find_device("cpu"))
-            params = lay_out_on_host(source.restore(dtype, host), source.config, layout, placed, laid)
+            laid = served_specs(source, asked, device)
+            params = lay_out_on_host(source.restore(dtype, None), source.config, layout, placed, laid)
     except (MemoryError, jax.errors.JaxRuntimeError) as problem:
         needed = placed.num_bytes(served_specs(source, asked, device), dtype)
         raise ResourceExhaustedError(

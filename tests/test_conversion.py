@@ -19,6 +19,7 @@ import ferrum_jax
 from ferrum_jax import EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, FerrumError, IOError, NotFoundError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from ferrum_jax.models.layout import CHECKPOINT, FUSED
 from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.generate.test_request import letters
@@ -66,6 +67,28 @@ def test_a_folder_becomes_a_checkpoint_that_says_the_same(folder: Path, tmp_path
             answers.append(llm.chat([{"role": "user", "content": "cab"}], SamplingParams(max_tokens=8)))
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].text == answers[1].text != ""
+
+
+@pytest.mark.parametrize("comes_from", ["folder", "checkpoint"])
+def test_models_are_converted_and_loaded_where_jax_has_no_cpu(
+    comes_from: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As under `JAX_PLATFORMS=cuda`; the default device stands for a GPU."""
+    if comes_from == "checkpoint":
+        folder = ferrum_jax.convert(folder, tmp_path / "first", progress=False)
+    real = jax.local_devices
+
+    def local_devices(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return real(*args, backend=backend, **options)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    laid = [ferrum_jax.load_params(folder, layout=layout)[0] for layout in (CHECKPOINT, FUSED)]
+    made = ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    monkeypatch.undo()
+    for layout, found in zip((CHECKPOINT, FUSED), laid, strict=True):
+        tiny.assert_same_tree(found, ferrum_jax.load_params(made, layout=layout)[0])
 
 
 def test_the_template_of_a_processor_is_converted_too(folder: Path, tmp_path: Path):

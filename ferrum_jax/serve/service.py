@@ -27,7 +27,7 @@ from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavaila
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.tools.choice import choose_format
-from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.sharding.devices import host_device
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -234,8 +234,7 @@ class Service:
     def _place_to_read(self, mesh: Mapping[str, int]) -> Any:
         """Returns the device for whole weights: the host's where the served ones are divided, if JAX has it."""
         if any(size > 1 for axis, size in mesh.items() if axis != "data"):
-            with contextlib.suppress(FerrumError):
-                return find_device("cpu")
+            return host_device(self.llm.runner.device)
         return self.llm.runner.device
 
 

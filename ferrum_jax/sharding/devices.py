@@ -59,6 +59,14 @@ def _default_device() -> JaxDevice:
         raise DeviceError(f"jax_default_device is {chosen!r}: {problem}") from None
 
 
+def host_device(otherwise: JaxDevice | None = None) -> JaxDevice:
+    """Returns the CPU; where JAX has none, as under `JAX_PLATFORMS=cuda`, another device or JAX's default one."""
+    try:
+        return find_device("cpu")
+    except DeviceError:
+        return find_device(otherwise)
+
+
 def process_of(device: JaxDevice) -> int:
     """Returns the index of the process that a device belongs to."""
     return getattr(device, "process_index", 0)

@@ -186,27 +186,28 @@ class OrbaxSource:
         self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
         self._is_whole = False  # True once `_check_files` has passed
 
-    def restore(self, dtype: str, placed: ModelPlacement, put: Callable[[Any], Any] | None = None) -> ParamTree:
+    def restore(self, dtype: str, placed: ModelPlacement | None, put: Callable[[Any], Any] | None = None) -> ParamTree:
         """Reads all parameters onto a model's devices, and casts those that are not quantised to `dtype`.
 
+        If `placed` is None, it reads NumPy arrays, for which JAX needs no device on the host.
         A device of a mesh reads only its own part of leaves that are stored as they lie on the mesh. Other leaves are
         read evenly divided and converted on the devices, one at a time. On one device, `put` puts each leaf there.
 
         Raises:
             InvalidFormatError: this is not a complete checkpoint of the model in its configuration.
         """
-        wanted = jax.tree.map(
-            lambda leaf, sharding: leaf.update(sharding=sharding),
-            shapes(self._specs, dtype),
-            placed.stored_shardings(self._specs),
-        )
+        wanted = shapes(self._specs, dtype)
+        if placed is not None:
+            at = placed.stored_shardings(self._specs)
+            wanted = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), wanted, at)
         with self._reading():
             self._check_tensors()  # before any read: if a restore fails, orbax's other reads go on running
-        found: dict[str, jax.Array] = {}
+        found: dict[str, Any] = {}
         for group in _groups(named_leaves(wanted)):
             read = self._restore(group)
             found |= read if put is None else {name: put(read.pop(name)) for name in group}
-        return placed.divide(from_names(self._specs, found), self._specs)
+        tree = from_names(self._specs, found)
+        return tree if placed is None else placed.divide(tree, self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the shape of every tensor, from the checkpoint's metadata."""
@@ -233,13 +234,13 @@ class OrbaxSource:
         return self._restore({name: None})[name]
 
     def _restore(self, wanted: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
-        """Reads tensors: onto devices by the shardings of their shapes, or to the host if they have no shape here."""
+        """Reads tensors: onto devices by the shardings of their shapes, or to the host if they have none."""
         import orbax.checkpoint as ocp
 
         def kind(name: str) -> Any:
             leaf = wanted.get(name)
-            if leaf is None:
-                return ocp.RestoreArgs(restore_type=np.ndarray)
+            if leaf is None or leaf.sharding is None:
+                return ocp.RestoreArgs(restore_type=np.ndarray, dtype=None if leaf is None else leaf.dtype)
             return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
         item = map_specs(lambda name, _: NUMBERS if name in wanted else ocp.PLACEHOLDER, self._specs)
