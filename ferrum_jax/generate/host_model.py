@@ -29,6 +29,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.sharding.devices import host_device
 
 SettledRow: TypeAlias = tuple[ScheduledRow, SlotSettings]
 HostState: TypeAlias = SamplerState[NDArray[np.int32]]  # of one slot
@@ -130,7 +131,7 @@ class HostSampler:
             states = [state for state, _ in part] + [self._nobody] * missing
             rows = np.array([(at, position) for at, (_, position) in enumerate(part)] + [(size, 0)] * missing, np.int32)
             padded = np.pad(logits[start : start + size], ((0, missing), (0, 0)))
-            with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.transfer_guard_host_to_device("allow"):
+            with jax.default_device(host_device()), jax.transfer_guard_host_to_device("allow"):
                 answers.append(function(jax.tree.map(lambda *leaves: np.concatenate(leaves), *states), padded, rows))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(places)], *answers)
 
