@@ -166,6 +166,6 @@ class EventStream:
                 _log.exception("a stream failed")
                 problem = ApiError(500, "the server failed")
         if problem is not None:
-            note(self._http, error=problem.message)
+            note(self._http, error=problem.message, problem=problem)
             await send({"type": "http.response.body", "body": event(problem.body()), "more_body": True})
         await send({"type": "http.response.body", "body": DONE})

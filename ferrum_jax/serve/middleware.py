@@ -7,13 +7,14 @@ import logging
 import re
 import secrets
 import time
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.serve.answers import DisconnectError
-from ferrum_jax.serve.errors import ApiError, from_engine
+from ferrum_jax.serve.errors import LONGEST, ApiError, from_engine
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.tracing import annotate
 
@@ -39,6 +40,7 @@ class RequestLog:
     def __init__(self, app: ASGIApp, metrics: Metrics):
         """Wraps an application."""
         self._app, self._metrics = app, metrics
+        self._reason = ""  # of the last failure whose traceback was logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -62,13 +64,14 @@ class RequestLog:
         try:
             problem = await self._answer(scope, receive, sending)
             if problem is not None:
-                figures["error"] = problem.message
+                figures |= {"error": problem.message, "problem": problem}
                 if status is None:
                     await problem.response()(scope, receive, sending)
         finally:
             if status is None or figures.get("disconnected"):
                 status = CLIENT_LEFT
             self._metrics.count_response(status)
+            self._log_reason(request_id, figures)
             line = {"event": "request", "request_id": request_id, "method": scope["method"], "path": scope["path"]}
             line |= {"status": status, "seconds": round(time.perf_counter() - started, 6)} | figures
             annotate(line)  # again, for a response that was cut off
@@ -83,12 +86,28 @@ class RequestLog:
         except ApiError as problem:
             return problem
         except FerrumError as problem:
-            _log.warning("%s", problem, exc_info=not problem.is_client_error)
-            return from_engine(problem)
+            failure = from_engine(problem)
+            failure.__cause__ = problem
+            return failure
         except Exception:  # noqa: BLE001  of any kind: the client gets no details
             _log.exception("a request failed")
             return ApiError(500, "the server failed", code="internal_error")
         return None
+
+    def _log_reason(self, request_id: str, figures: dict[str, Any]) -> None:
+        """Adds the text of an error of the engine that the client was not told, and logs a failure's traceback.
+
+        Requests that fail one after the other for the same reason, as of a lost device, share a traceback.
+        """
+        problem: ApiError | None = figures.pop("problem", None)
+        cause = None if problem is None else problem.__cause__
+        if problem is None or not isinstance(cause, FerrumError) or str(cause)[:LONGEST] in problem.message:
+            return
+        reason = str(cause)
+        figures["reason"] = reason[:LONGEST]
+        if problem.status == 500 and reason != self._reason:
+            self._reason = reason
+            _log.error("request %s failed: %s", request_id, reason, exc_info=cause)
 
 
 def with_keys(app: ASGIApp, keys: tuple[str, ...]) -> ASGIApp:

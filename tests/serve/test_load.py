@@ -465,7 +465,7 @@ def test_a_model_that_fails_tells_the_client_no_more_than_that(held: Scripted, c
 
     held.prefill = broken  # type: ignore[method-assign]
     held.gate.set()
-    with serving(held) as (_, http):
+    with caplog.at_level(logging.INFO, "ferrum_jax.serve"), serving(held) as (_, http):
         found = http.post("/v1/completions", json=ASK)
         assert found.status_code == 500
         assert "secret" not in found.text
@@ -474,7 +474,39 @@ def test_a_model_that_fails_tells_the_client_no_more_than_that(held: Scripted, c
         assert streamed.status_code == 200
         events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
         assert json.loads(events[0])["error"]["code"] == "engine_error"
+        assert "secret" not in streamed.text
         assert events[-1] == "[DONE]"
+    lines = [json.loads(one.getMessage()) for one in caplog.records if '"event": "request"' in one.getMessage()]
+    assert ["secret place 0x123" in one["reason"] for one in lines] == [True, True]  # the log tells
+    failures = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(failures) == 1  # the second failed for the same reason
+    assert 'raise DeviceError("secret place 0x123")' in caplog.text
+
+
+def test_a_stream_that_fails_is_logged_with_its_traceback(held: Scripted, caplog: pytest.LogCaptureFixture):
+    def broken(*_: Any) -> Any:
+        raise DeviceError("secret place 0x123")
+
+    held.decode = broken  # type: ignore[method-assign]
+    held.gate.set()
+    with serving(held) as (_, http):
+        streamed = http.post("/v1/completions", json=ASK | {"stream": True})
+        assert "secret" not in streamed.text
+    assert 'raise DeviceError("secret place 0x123")' in caplog.text
+
+
+def test_an_abort_is_logged_with_its_reason_and_no_traceback(held: Scripted, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "ferrum_jax.serve")
+    with serving(held) as (server, http), ThreadPoolExecutor() as pool:
+        found = pool.submit(http.post, "/v1/completions", json=LONG)
+        assert held.entered.wait(SECONDS)
+        closing = pool.submit(server.service.llm.close)
+        held.gate.set()
+        closing.result()
+        assert found.result().status_code == 503
+    line = next(json.loads(one.getMessage()) for one in caplog.records if '"event": "request"' in one.getMessage())
+    assert (line["status"], line["reason"]) == (503, "this LLM is closed")
+    assert "Traceback" not in caplog.text
 
 
 def test_a_bug_is_a_500_without_a_trace(serve: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch):
