@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import ConfigError, FerrumError
+from ferrum_jax.contract.errors import ConfigError, FerrumError, IOError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.intake import capacity_of
@@ -31,6 +31,15 @@ from ferrum_jax.sharding.devices import host_device
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _usable(param: str) -> Iterator[None]:
+    """Converts errors of files that a field of the request names, and that cannot be used, to a 400."""
+    try:
+        yield
+    except (ConfigError, IOError) as problem:
+        raise bad_request(str(problem), param) from problem
 
 
 class Service:
@@ -165,8 +174,12 @@ class Service:
         """Loads an adapter, whose name requests may then give as their model; raises a 409 for a name in use."""
         if name in self.adapters or name == self.name:
             raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
-        await self.run(lambda: self.llm.runner.load_lora(name, path), administers=True)
+        await self.run(self._load, name, path, administers=True)
         self.adapters[name] = path
+
+    @_usable("lora_path")
+    def _load(self, name: str, path: str) -> None:
+        self.llm.runner.load_lora(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter once the requests with it have ended; raises a 404 if it is not loaded."""
@@ -207,6 +220,7 @@ class Service:
             except FerrumError as problem:
                 raise from_engine(problem) from problem
 
+    @_usable("path")
     def _read_weights(self, path: str) -> Any:
         runner = self.llm.runner
         served, source = runner.describe(), open_checkpoint(path)

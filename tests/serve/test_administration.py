@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -86,6 +88,20 @@ def test_adapters_are_models_that_come_and_go(
         with pytest.raises(openai.NotFoundError, match="'first' does not exist"):
             client.completions.create(model="first", **ASK)
         assert runner.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_an_adapter_that_fits_nothing_is_a_400_that_says_why(
+    serve: Any, llm: LLM, adapter_folders: dict[str, str], tmp_path: Path
+):
+    folder = tmp_path / "own"
+    shutil.copytree(adapter_folders["one"], folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["nothing_here"]}))
+    server = serve(llm, adapter_root=str(tmp_path))
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        found = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "own"})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "lora_path"), found.text
+    assert "target_modules" in found.json()["error"]["message"]
 
 
 def test_an_adapter_is_unloaded_when_the_last_request_under_it_has_ended(
@@ -214,6 +230,18 @@ def test_weights_of_another_checkpoint_are_set_while_serving(
     assert "rms_norm_eps is 0.3 there" in found.json()["error"]["message"]
     for wrong in ({"path": "/nowhere"}, {"path": str(folders[0]), "live": "later"}, {}):
         assert trainer.post("/update_weights", json=wrong).status_code in (400, 404)
+
+
+def test_weights_that_cannot_be_read_are_a_400_that_says_why(trainer: httpx.Client, tmp_path: Path):
+    tiny.write_folder(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": "many"}))
+    found = trainer.post("/update_weights", json={"path": str(tmp_path)})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "path"), found.text
+    assert "num_attention_heads" in found.json()["error"]["message"]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()  # no file
+    found = trainer.post("/update_weights", json={"path": str(tmp_path)})
+    assert found.status_code == 400, found.text
 
 
 @pytest.mark.devices
