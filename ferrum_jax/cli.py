@@ -149,8 +149,9 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     from ferrum_jax.weights.hub import resolve
 
     source = open_checkpoint(resolve(model))
-    cfg, device = source.config, find_device(None)
     settings, placed, refusal = EngineConfig.from_environment(), None, ""
+    cfg = source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)  # as `load` does
+    device = find_device(None)
     try:
         placed = ModelPlacement.on_mesh(cfg, settings.mesh_sizes, device)
     except FerrumError as problem:
@@ -168,6 +169,8 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
+    longest = cfg.reaching(cfg.max_position_embeddings).max_seq_len
+    asked_for = f", up to {longest:,} with FERRUM_KV_CAPACITY" if longest > cfg.max_seq_len else ""
     rows = {
         "model": str(source.path),
         "family": cfg.model_type,
@@ -177,7 +180,7 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
         + (f", window {', '.join(windows)}" if windows else ""),
         "vocabulary": f"{cfg.vocab_size:,}" + (", head tied to the embeddings" if cfg.tie_word_embeddings else ""),
         "RoPE": f"theta {cfg.rope_theta:g}, " + (cfg.rope_scaling.rope_type if cfg.rope_scaling else "no scaling"),
-        "longest sequence": f"{cfg.max_seq_len:,} positions",
+        "longest sequence": f"{cfg.max_seq_len:,} positions{asked_for}",
         "device": f"{device.platform}:{device.id} {device.device_kind}",
         "weights": f"layout {settings.layout}, quantize {settings.quantize}",
     }
@@ -236,7 +239,8 @@ def plan(
     settings: dict[str, Any] = {"rows": rows, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
     settings |= EngineConfig(mesh=mesh).mesh_sizes | {"memory_share": memory_share}
     subject, machine = read_subject(model, dtype), find_machine(device)
-    settings["context"] = min(DEFAULT_CONTEXT, subject.cfg.max_seq_len) if context is None else context
+    longest = subject.cfg.reaching(DEFAULT_CONTEXT).max_seq_len
+    settings["context"] = min(DEFAULT_CONTEXT, longest) if context is None else context
     deployment = Deployment(subject=subject, machine=machine, **settings)
     estimate(deployment)  # refuses quickly
     needed = None

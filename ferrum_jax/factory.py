@@ -151,6 +151,7 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
     info = _check_info(config, source.config)
     _check_attention(config.attention_config, source.config)
     engine = _engine(config, device).over_environment()
+    source.config = source.config.reaching(config.max_sequence_length, at_most=True)  # as `load` does
     placed = ModelPlacement.on_mesh(source.config, engine.mesh_sizes, device)
     if config.executor_options.get("executor_type") is ExecutorType.TensorParallel and placed.division is None:
         raise ConfigError(
@@ -224,7 +225,7 @@ def _check_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
         raise ConfigError(
             f"model_info.dtype is {stated.dtype}, expected {config.dtype} or the checkpoint's {cfg.dtype}"
         )
-    longest = stated.max_sequence_length or cfg.max_seq_len
+    longest = stated.max_sequence_length or cfg.reaching(config.max_sequence_length, at_most=True).max_seq_len
     return replace(stated, max_sequence_length=longest, dtype=config.dtype, **truth)
 
 

@@ -279,6 +279,19 @@ def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
     assert "head tied to the embeddings" in out
 
 
+def test_inspect_shows_the_positions_of_longrope_that_load_would_serve(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS["phi3_beyond"])
+    text = " ".join(run("inspect", folder)[1].split())
+    assert f"longest sequence {tiny.ORIGINAL} positions, up to 160 with FERRUM_KV_CAPACITY" in text
+    assert f"of up to {tiny.ORIGINAL} positions" in text
+    monkeypatch.setenv("FERRUM_KV_CAPACITY", "100")
+    text = " ".join(run("inspect", folder)[1].split())
+    assert "longest sequence 160 positions" in text
+    assert "of up to 100 positions" in text
+
+
 def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, tmp_path: Path):
     made = tmp_path / "new" / "folder"
     assert run("convert", folder, made) == (0, f"{made}\n", "")

@@ -73,6 +73,26 @@ def _with(config: ExecutorConfig, name: str, value: Any) -> ExecutorConfig:
     return replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
 
 
+def test_sequences_that_pass_the_original_positions_of_longrope_are_planned_and_stated(
+    config: ExecutorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS["phi3_beyond"])
+    planned: list[int] = []
+    plan_ahead = factory.plan_ahead
+
+    def planning(*given: Any) -> Any:
+        planned.append((plan := plan_ahead(*given)).kv_capacity)
+        return plan
+
+    monkeypatch.setattr(factory, "plan_ahead", planning)
+    for length, longest in ((100, 160), (12, tiny.ORIGINAL)):
+        own = _with(replace(config, max_sequence_length=length), "model_info.model_id", str(folder))
+        executor = run(LlmExecutorFactory().create_executor(own))
+        assert executor.info().max_sequence_length == longest
+        run(executor.shutdown())
+    assert planned == [100, 12]
+
+
 def test_a_quantised_executor_says_what_its_weights_are(config: ExecutorConfig):
     executor = run(LlmExecutorFactory().create_executor(replace(config, executor_options={"quantize": "int8"})))
     assert executor.info().dtype is DataType.INT8

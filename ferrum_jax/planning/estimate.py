@@ -43,7 +43,9 @@ class Deployment:
 
     def __post_init__(self):
         object.__setattr__(self, "kv_dtype", EngineConfig(kv_dtype=self.kv_dtype).kv_dtype)  # by its full name
-        longest = self.subject.cfg.max_seq_len
+        cfg = self.subject.cfg.reaching(self.context, at_most=True)
+        object.__setattr__(self, "subject", replace(self.subject, cfg=cfg))
+        longest = cfg.max_seq_len
         if not 1 <= self.context <= longest:
             raise ConfigError(f"context is {self.context}, {self.subject.name} has 1 to {longest} positions")
         if self.rows is not None and self.rows < 1:

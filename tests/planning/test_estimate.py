@@ -18,6 +18,7 @@ from ferrum_jax.planning.estimate import (
 from ferrum_jax.planning.machines import MACHINES, find_machine
 from ferrum_jax.planning.subject import read_subject
 from ferrum_jax.planning.work import Collectives
+from tests import tiny
 from tests.planning.plans import TOY, deployment
 
 
@@ -118,6 +119,16 @@ def test_a_kv_of_eight_bits_holds_twice_as_much():
     assert plain.decode.work.kv_bytes == 2 * eight.decode.work.kv_bytes
     with pytest.raises(ConfigError, match="kv_dtype is 'int8'"):
         deployment("llama31", kv_dtype="int8")
+
+
+def test_sequences_that_pass_the_original_positions_of_longrope_can_be_planned():
+    for context, is_long in ((tiny.ORIGINAL, False), (100, True)):
+        scaling = deployment("phi3_beyond", context=context).subject.cfg.rope_scaling
+        assert scaling is not None
+        assert scaling.is_long is is_long
+    assert estimate(deployment("phi3_beyond", context=100)).rows
+    with pytest.raises(ConfigError, match="has 1 to 160 positions"):
+        deployment("phi3_beyond", context=161)
 
 
 def test_every_machine_is_connected_and_reads_slower_than_it_multiplies():

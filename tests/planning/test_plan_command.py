@@ -50,6 +50,13 @@ def test_plan_counts_no_more_positions_than_the_model_has(run: Run, config: Path
     refused(run("plan", config, "--device", "h100", "--context", "-1"), "Config", "1 to 160 positions")
 
 
+def test_plan_counts_the_positions_that_longrope_reaches(run: Run, config: Path):
+    config.write_text(json.dumps(tiny.CONFIGS["phi3_beyond"]))
+    for options, context in (((), 160), (("--context", "100"), 100)):
+        code, out, _ = run("plan", config, "--device", "h100", "--no-lower", "--json", *options)
+        assert (code, json.loads(out)["context"]) == (0, context)
+
+
 def test_plan_refuses_what_does_not_fit_or_is_not_known(run: Run, config: Path):
     big = run("plan", "llama-3.1-8b", "--device", "v5e", "--no-lower")
     refused(big, "ResourceExhausted", "16.06 GB for parameters", "14.40 GB are usable", "fits on model=2 or on model=4")
