@@ -181,6 +181,7 @@ def test_complete_arguments_end_in_their_last_bracket_however_deep():
 
 TEMPLATES: list[tuple[str, str | None]] = [
     ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+    ("<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>", None),
     ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
     ("<|python_tag|> <|start_header_id|>", "llama3"),
     ('<|start_header_id|> {{ tools }} {"name": x, "parameters": y}', "llama3"),

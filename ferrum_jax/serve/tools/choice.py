@@ -11,6 +11,8 @@ from ferrum_jax.serve.tools.llama3 import PYTHON_TAG, LlamaCalls
 from ferrum_jax.serve.tools.mistral import MARK, MistralCalls
 from ferrum_jax.serve.tools.tagged import OPEN, TaggedCalls
 
+FUNCTION = "<function="
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -61,6 +63,8 @@ def choose_format(name: str, template: str | None) -> ToolFormat | None:
     text = template or ""
     if CHANNEL in text and MESSAGE in text:
         return FORMATS["gpt_oss"]
+    if OPEN in text and FUNCTION in text:  # Qwen3-Coder: no JSON stands between the tags
+        return None
     for mark, found in ((MARK, "mistral"), (OPEN, "hermes"), (PYTHON_TAG, "llama3")):
         if mark in text:
             return FORMATS[found]
