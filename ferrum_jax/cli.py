@@ -352,8 +352,9 @@ def devices() -> None:
     import jax
 
     from ferrum_jax.ops import native
-    from ferrum_jax.sharding.devices import AMPLE, default_dtype, free_bytes
+    from ferrum_jax.sharding.devices import AMPLE, default_dtype, find_device, free_bytes
 
+    find_device(None)  # raises a DeviceError where a platform of JAX_PLATFORMS is missing
     print(f"jax {jax.__version__}")
     for device in jax.local_devices():
         kind, free = f"{device.platform}:{device.id}", free_bytes(device, is_needed=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -364,6 +365,16 @@ def test_devices_lists_what_jax_sees(run: Run):
     assert out.startswith("jax ")
     assert "cpu:0" in out
     assert "default dtype float32" in out
+
+
+@pytest.mark.parametrize("command", [("devices",), ("plan", "llama-3.1-8b", "--device", "h100")])
+def test_a_platform_that_is_missing_is_one_line(run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    def absent(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, absent)
+    refused(run(*command), "Device", "Unable to initialize backend 'tpu'")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ buffers for all layers at the start. They are in the activations' dtype, and cou
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from ferrum_jax.compile.artifacts import memory_of
 from ferrum_jax.compile.step import ProgramContext, StepKey
 from ferrum_jax.config import ModelConfig
@@ -21,6 +19,7 @@ from ferrum_jax.executor.sizing import bytes_beside, context_of, largest_steps
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.planning.estimate import DEFAULT_ROWS, Deployment, gathered_bytes
 from ferrum_jax.planning.subject import Subject
+from ferrum_jax.sharding.devices import find_device
 
 LOWERED = "float32"
 QUICKLY: Any = {"xla_llvm_disable_expensive_passes": True}  # of machine code: it is never run
@@ -31,7 +30,8 @@ def measure(deployment: Deployment) -> int:
 
     Raises:
         ConfigError: more devices than the model can be divided over.
-        DeviceError: there are fewer CPU devices than the mesh has; `jax_num_cpu_devices` says how many there are.
+        DeviceError: there are fewer CPU devices than the mesh has, as `jax_num_cpu_devices` says, or JAX has no CPU
+            backend.
     """
     few, more = (compiled_bytes(deployment, few_layers(deployment.subject.cfg, times)) for times in (1, 2))
     num_few = few_layers(deployment.subject.cfg, 1).num_hidden_layers
@@ -65,7 +65,7 @@ def lower_for(deployment: Deployment) -> tuple[ProgramContext, list[StepKey]]:
     """What the steps of a deployment are lowered with on a mesh of CPU devices, and the largest of them."""
     cfg = deployment.subject.cfg
     mesh = {"expert": deployment.expert, "model": deployment.model}
-    placed = ModelPlacement.on_mesh(cfg, mesh, jax.devices("cpu")[0])
+    placed = ModelPlacement.on_mesh(cfg, mesh, find_device("cpu"))
     plan = deployment.engine(deployment.rows or DEFAULT_ROWS)
     params = placed.shapes(deployment.subject.specs, deployment.subject.dtype)
     return context_of(cfg, params, plan.cache, plan.sampler, placed), largest_steps(plan.buckets)

@@ -41,7 +41,7 @@ def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
         raise InvalidParameterError(f"device is {safe_repr(device)}, expected a name, a Device or one of JAX's")
     try:
         wanted = device if isinstance(device, Device) else Device.parse(re.sub(r"^gpu(?=:|$)", "cuda", device))
-        found = jax.local_devices(backend=wanted.kind)
+        found = _devices_of(wanted.kind)
     except RuntimeError as problem:
         raise DeviceError(f"device {device}: {problem}") from None
     if wanted.index >= len(found):
@@ -54,9 +54,19 @@ def _default_device() -> JaxDevice:
     if chosen is not None and not isinstance(chosen, str):
         return chosen
     try:
-        return jax.local_devices(backend=chosen)[0]  # the first of all where nothing was chosen
+        return _devices_of(chosen)[0]  # the first of all where nothing was chosen
     except RuntimeError as problem:
-        raise DeviceError(f"jax_default_device is {chosen!r}: {problem}") from None
+        what = "there is no default device" if chosen is None else f"jax_default_device is {chosen!r}"
+        raise DeviceError(f"{what}: {problem}") from None
+
+
+def _devices_of(platform: str | None) -> list[Any]:
+    """Returns this process's devices of a platform, or of JAX's first; raises RuntimeError if there are none."""
+    try:
+        return jax.local_devices(backend=platform)
+    except AssertionError:  # JAX asserts that a platform is left
+        asked = jax.config.values["jax_platforms"]
+        raise RuntimeError(f"JAX_PLATFORMS is {asked!r}, and no such device is here") from None
 
 
 def host_device(otherwise: JaxDevice | None = None) -> JaxDevice:

@@ -82,6 +82,16 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
         find_device("tpu:0")
 
 
+def test_platforms_of_which_none_is_there_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def asserting(backend: str | None) -> list[FakeDevice]:
+        raise AssertionError  # as JAX does where only cuda is asked for, and no driver is there
+
+    monkeypatch.setattr(jax, "local_devices", asserting)
+    for name in (None, "cpu"):
+        with pytest.raises(DeviceError, match="and no such device is here"):
+            find_device(name)
+
+
 def test_the_dtype_suits_the_device():
     assert default_dtype(find_device("cpu")) == "float32"
     assert default_dtype(FakeDevice()) == default_dtype(FakeDevice(platform="tpu")) == "bfloat16"
