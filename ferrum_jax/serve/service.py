@@ -84,8 +84,13 @@ class Service:
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
-        """Ends the threads of `run`, and unloads the adapters."""
-        for pool in (self._pool, self._slow, self._administration):
+        """Ends the threads of `run`, and unloads the adapters.
+
+        It does not wait for an adapter or checkpoint that is being read, which nobody needs: that thread touches the
+        model only under its lock, and is refused once it is closed.
+        """
+        self._administration.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow):
             pool.shutdown(cancel_futures=True)
         self._drop_adapters()
 

@@ -612,6 +612,29 @@ def test_an_end_that_is_forced_is_logged_as_no_error(held: Scripted, caplog: pyt
     assert not caplog.records
 
 
+def test_a_checkpoint_that_is_read_does_not_hold_a_server_whose_end_is_forced(
+    held: Scripted, monkeypatch: pytest.MonkeyPatch
+):
+    entered, gate = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> None:
+        entered.set()
+        gate.wait(SECONDS)
+
+    monkeypatch.setattr(Service, "_read_weights", slowly)
+    try:
+        with ThreadPoolExecutor() as pool:
+            started = time.monotonic()
+            with serving(held, trainer_endpoints=True) as (server, http):
+                pool.submit(http.post, "/update_weights", json={"path": "x"})
+                assert entered.wait(SECONDS)
+                for _ in range(3):
+                    server.handle_exit(signal.SIGINT, None)
+            assert time.monotonic() - started < SECONDS / 2
+    finally:
+        gate.set()
+
+
 def test_a_body_that_has_not_come_does_not_hold_a_server_that_stops(held: Scripted):
     with serving(held) as (server, _), socket.create_connection((server.host, server.port)) as raw:
         raw.settimeout(SECONDS)
