@@ -14,7 +14,7 @@ from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
 from ferrum_jax.serve.generation import LONG, EventStream, begin, check_room, chunks_of, new_head, note
 from ferrum_jax.serve.logprobs import TextLogprobs, prompt_report
-from ferrum_jax.serve.prompting import check_length, prompt_ids, tokenizer_of
+from ferrum_jax.serve.prompting import check_length, prompt_ids
 from ferrum_jax.serve.schema import CompletionBody
 from ferrum_jax.serve.service import Service
 
@@ -137,7 +137,9 @@ class _Writer:
     def _echo(self) -> str:
         if isinstance(self._prompt, str):
             return self._prompt
-        tokenizer = tokenizer_of(self._service.llm)
+        tokenizer = self._service.llm.tokenizer
+        if tokenizer is None:  # the answer has no text either
+            return ""
         return tokenizer.decode(self._prompt, skip_special_tokens=self._body.skip_special_tokens)
 
     def _top(self, most: int) -> list[dict[int, float]]:

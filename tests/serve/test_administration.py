@@ -540,9 +540,17 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(serve: Any, runne
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
             ("/tokenize", {"prompt": "abc"}),
             ("/detokenize", {"tokens": [1]}),
-            ("/v1/completions", {"prompt": [1], "echo": True}),
         ):
             assert http.post(path, json=body).status_code == 400, path
+        for stream in (False, True):  # an echo scores the prompt, whose text is as empty as the answer's
+            found = http.post("/v1/completions", json=more | {"echo": True, "max_tokens": 0, "stream": stream})
+            assert found.status_code == 200, found.text
+            events = [found.text] if not stream else [line[6:] for line in found.text.splitlines() if "choices" in line]
+            choices = [choice for one in events for choice in json.loads(one)["choices"]]
+            assert "".join(one["text"] for one in choices) == ""
+            (told,) = [one["logprobs"]["token_logprobs"] for one in choices if one["logprobs"]["tokens"]]
+            assert (told[0], len(told)) == (None, 3)
+            assert all(one < 0 for one in told[1:])
 
 
 def test_a_format_of_tools_that_there_is_not_is_refused(llm: LLM):
