@@ -20,9 +20,9 @@ from ferrum_jax.serve.generation import LONG, EventStream, begin, check_room, ch
 from ferrum_jax.serve.logprobs import chat_logprobs, prompt_report
 from ferrum_jax.serve.prompting import chat_text, prompt_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
-from ferrum_jax.serve.tools.choice import ToolFormat
+from ferrum_jax.serve.tools.choice import FORMATS, ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning, ToolParser
-from ferrum_jax.serve.tools.forms import call_form, special_tokens
+from ferrum_jax.serve.tools.forms import call_form, final_form, special_tokens
 from ferrum_jax.serve.tools.json_call import is_complete
 
 
@@ -98,6 +98,8 @@ def _group(
             several=not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False,
         )
         params = replace(params, structured=form)
+    elif params.structured is not None and tool_format is FORMATS["gpt_oss"] and not body.continue_final_message:
+        params = replace(params, structured=final_form(params.structured, tokenizer_of(service.llm)))
     return make_group(service.llm, ids, params, body.n or 1, adapter, body.priority or 0)
 
 

@@ -14,7 +14,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
 from ferrum_jax.serve.tools.choice import FORMATS
 from ferrum_jax.serve.tools.events import Parsed
-from ferrum_jax.serve.tools.forms import call_form, special_tokens
+from ferrum_jax.serve.tools.forms import call_form, final_form, special_tokens
 
 DAYS = {
     "type": "object",
@@ -239,6 +239,31 @@ def test_gpt_oss_thinks_before_it_calls():
     final = f"{THOUGHT}<|channel|>final<|message|>Sunny."
     assert not is_allowed(by, "gpt_oss", final, is_forced=True, several=False)
     assert is_allowed(by, "gpt_oss", final, is_forced=False, several=False, of={"strict": True})
+
+
+def test_a_form_is_that_of_gpt_oss_final_message():
+    by, final = tokenizer(*HARMONY), "<|channel|>final<|message|>"
+    forms = [
+        (Structured(json=DAYS), '{"days": 3}', '{"days": 30}'),
+        (Structured(json_object=True), '{"a": [1]}', "[1]"),
+        (Structured(regex=r"a/b|c\/d"), "c/d", "cd"),
+        (Structured(choice=["a b", 'say "a"']), 'say "a"', "a"),
+    ]
+    for form, right, wrong in forms:
+        whole = final_form(form, by)
+        for before in ("", THOUGHT, THOUGHT + NOTE):
+            for header in (final, "<|channel|>final <|constrain|>json<|message|>"):
+                text = before + header + right
+                assert lets(by, whole, by.encode(text, add_special_tokens=False)), text
+                parser, parsed = FORMATS["gpt_oss"].make([], False), Parsed()
+                parsed.take(parser.push(text) + parser.finish())
+                assert parsed.content == ("Wait." if NOTE in before else "") + right
+        for text in (right, final + wrong, THOUGHT + final + wrong, THOUGHT, f"{final}{right}<|end|>"):
+            assert not lets(by, whole, by.encode(text, add_special_tokens=False)), text
+    own = Structured(grammar='start: "a"')
+    assert final_form(own, by) is own
+    with pytest.raises(RequestValidationError, match="cannot be read"):
+        final_form(Structured(json="{"), by)
 
 
 def test_llama_may_begin_a_call_with_its_tag():

@@ -30,6 +30,8 @@ TOOLS: Any = [
 ]
 ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 2.0, "max_tokens": 200}
 
+FINAL: Any = {str(LETTERS.index("f")): 50}  # a bias by which the first channel is `final`
+
 
 @pytest.fixture
 def client(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -76,6 +78,20 @@ def test_response_formats_and_structured_outputs_are_followed(client: Any):
     cold = ASK | {"temperature": 0, "max_tokens": 40}
     (choice,) = client.chat.completions.create(**cold, response_format={"type": "json_object"}).choices
     assert choice.message.content.startswith("{")
+
+
+@pytest.mark.parametrize("client", ["gpt_oss"], indirect=True)
+def test_the_form_of_an_answer_is_that_of_gpt_oss_final_message(client: Any):
+    named: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+    for seed in range(3):
+        asked = ASK | {"seed": seed, "response_format": named, "logit_bias": FINAL}
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert choice.finish_reason == "stop"
+        assert is_trip(choice.message.content)
+        stream = list(client.chat.completions.create(**asked, stream=True))
+        pieces = [one.choices[0].delta.content for one in stream if one.choices[0].delta.content]
+        assert "".join(pieces) == choice.message.content
+        assert len(pieces) > 1  # as they come, not at the end
 
 
 @pytest.mark.parametrize("client", ["hermes", "llama3", "mistral", "gpt_oss"], indirect=True)

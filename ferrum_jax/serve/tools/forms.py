@@ -1,4 +1,4 @@
-"""Grammars of answers whose tool calls have arguments as declared, in llguidance's dialect of Lark."""
+"""Grammars of answers whose tool calls or final messages have a form, in llguidance's dialect of Lark."""
 
 import json
 import re
@@ -16,6 +16,8 @@ from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_UNESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)  # in a regular expression, also what is escaped already
+_ESCAPES = {"/": r"\/", "\n": r"\n"}  # between slashes
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -55,6 +57,33 @@ def call_form(
     # Each schema is a document of its own: its references start at its root.
     arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
     return Structured(grammar="\n".join([*rules, *arguments, ""]))
+
+
+def final_form(form: Structured, tokenizer: Tokenizer) -> Structured:
+    """Returns the form of GPT-OSS's whole answer whose final message has a form; reasoning may come before it.
+
+    A grammar of the client's is returned as it is, and is that of the whole answer.
+
+    Raises:
+        RequestValidationError: a JSON schema has references that cannot be followed, or is no JSON.
+    """
+    kind, text = form.definition
+    match kind:
+        case "json_schema":
+            try:
+                check_schema(json.loads(text))
+            except (ValueError, RecursionError) as problem:
+                raise RequestValidationError(f"the JSON schema cannot be read: {problem}") from None
+            answer = f"%json {text}"
+        case "choice":
+            answer = " | ".join(map(json.dumps, json.loads(text)))
+        case "regex":
+            answer = f"/{_UNESCAPED.sub(lambda found: _ESCAPES.get(found[0], found[0]), text)}/"
+        case _:
+            return form
+    marks = _Marks(special_tokens(tokenizer))
+    final = f'final: {marks.of(CHANNEL)} "final" (" " {marks.of(CONSTRAIN)} "json")? {marks.of(MESSAGE)} answer'
+    return Structured(grammar="\n".join(["start: aside* final", *_aside(marks), final, f"answer: {answer}", ""]))
 
 
 def _object(name: str, declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,15 +154,21 @@ def _mistral(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: b
 
 def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> list[str]:
     """The form ends after the arguments or the final text, where a special token of the model's stop ids follows."""
-    channel, message, begins = marks.of(CHANNEL), marks.of(MESSAGE), f'{marks.of(END)} {marks.of(START)} "assistant"'
+    channel, message = marks.of(CHANNEL), marks.of(MESSAGE)
     calls = [
         f'{channel} {json.dumps(f"commentary to=functions.{name} ")} {marks.of(CONSTRAIN)} "json" {message} args{at}'
         for at, name in enumerate(schemas)
     ]
     answer = ["start: aside* call"] if is_forced else ["start: aside* (call | final)"]
     final = [] if is_forced else [f'final: {channel} "final" {message} TEXT']
-    aside = f'aside: {channel} ("analysis" | "commentary") {message} TEXT {begins}'
-    return [*answer, aside, f"call: {' | '.join(calls)}", *final, _text_without(*ENDS, START)]
+    return [*answer, f"call: {' | '.join(calls)}", *final, *_aside(marks)]
+
+
+def _aside(marks: _Marks) -> list[str]:
+    """Returns the rules `aside`, for a message of GPT-OSS before a call or the final one, and `TEXT`."""
+    begins = f'{marks.of(END)} {marks.of(START)} "assistant"'
+    aside = f'aside: {marks.of(CHANNEL)} ("analysis" | "commentary") {marks.of(MESSAGE)} TEXT {begins}'
+    return [aside, _text_without(*ENDS, START)]
 
 
 def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
