@@ -185,10 +185,6 @@ class Answers:
         if running := [one.request for one in self.choices if not one.request.is_done]:
             self._llm.engine.abort(*running)
 
-    def interrupt(self) -> None:
-        """Ends every answer as it is, with the reason `abort`."""
-        self._llm.engine.end([choice.request for choice in self.choices], Request.interrupt)
-
     @property
     def is_over(self) -> bool:
         """True once every answer was read to its end."""

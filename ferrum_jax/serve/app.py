@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 import ferrum_jax
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_completions import chat
 from ferrum_jax.serve.chat_schema import ChatBody
@@ -215,8 +216,10 @@ async def pause(service: Service, http: HttpRequest) -> Response:
         service.admission.close()
         ended = asyncio.ensure_future(service.admission.pause())
         while not ended.done():  # a begun request joins `live` only when its prompt is tokenised
-            for answers in list(service.live):
-                await asyncio.to_thread(answers.interrupt)
+            running = [choice.request for answers in service.live for choice in answers.choices]
+            await asyncio.to_thread(
+                service.llm.engine.end, running, Request.interrupt
+            )  # all between the same two steps
             await asyncio.wait({ended}, timeout=0.05)
     else:
         await service.admission.pause()

@@ -65,7 +65,7 @@ def _devices_of(platform: str | None) -> list[Any]:
     try:
         return jax.local_devices(backend=platform)
     except AssertionError:  # JAX asserts that a platform is left
-        asked = jax.config.values["jax_platforms"]
+        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds it when imported
         raise RuntimeError(f"JAX_PLATFORMS is {asked!r}, and no such device is here") from None
 
 

@@ -395,19 +395,25 @@ def test_a_pause_ends_what_has_not_all_its_scores_yet(
 ):
     server, llm = trained
     gate, execute = threading.Event(), llm.runner.execute
+    messages, put = [], llm.engine._put
 
     def slowly(batch: Any) -> Any:
         assert gate.wait(SECONDS)
         return execute(batch)
 
+    def putting(message: Any) -> None:
+        put(message)
+        messages.append(message)
+
     monkeypatch.setattr(llm.model, "execute", slowly)
+    monkeypatch.setattr(llm.engine, "_put", putting)
     scored = ASK | {"echo": True, "logprobs": 1, "prompt": [1] * 40}
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(complete, trainer, **scored), pool.submit(complete, trainer, prompt_logprobs=1)]
         asked.append(pool.submit(complete, trainer, **scored))  # three, for two rows
         until(lambda: len(server.service.live) == 3)
         paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
-        until(lambda: server.service.admission.is_paused)
+        until(lambda: len(messages) == 4)  # three requests and their end
         gate.set()
         for answer in asked:
             found = answer.result()
