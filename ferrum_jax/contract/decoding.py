@@ -159,6 +159,7 @@ class DecodeRun:
 class DecodedRun:
     """The chosen tokens, and each one's log-probability under the model's own distribution.
 
+    A log-probability is NaN where a `ModelRunner`'s logits are not finite; the token then means nothing.
     `processed_logprobs` are those under the distribution that it was drawn from, where the model tells. `LLM` calls
     `decode_n` of a model that is no `ModelRunner` only where that is the model's own, or nobody asked.
 

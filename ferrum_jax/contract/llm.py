@@ -18,7 +18,14 @@ from ferrum_jax.contract.answers import (
     score_targets,
 )
 from ferrum_jax.contract.answers import choose as choose
-from ferrum_jax.contract.checks import check_distinct, check_policy_count, check_rows, check_tokens
+from ferrum_jax.contract.checks import (
+    check_cache_id,
+    check_count,
+    check_distinct,
+    check_policy_count,
+    check_rows,
+    check_tokens,
+)
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy, check_policy
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
@@ -74,7 +81,7 @@ class DecoderOnlyLLM(abc.ABC):
             RequestValidationError: an id occurs twice, or a token is no id; nothing was decoded.
         """
         rows = check_rows("batch", batch, "cache_id token pos")
-        check_distinct(cache_id for cache_id, _, _ in rows)
+        check_distinct(check_cache_id(cache_id) for cache_id, _, _ in rows)
         for cache_id, token, _ in rows:
             check_tokens(cache_id, [token], self.config.vocab_size)
         return [kept(self.decode(cache_id, token, pos)) for cache_id, token, pos in rows]
@@ -87,7 +94,7 @@ class DecoderOnlyLLM(abc.ABC):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`, each row answering as its policy asks: `[vocab]` logits or a token id."""
-        check_policy_count(len(batch), policies)
+        check_policy_count(check_count("rows", batch), policies)
         policies = [check_policy(policy, self.config.vocab_size) for policy in policies]
         logits = self.decode_batch(batch)
         check_answer_count(self, logits, len(batch))
@@ -110,10 +117,10 @@ class DecoderOnlyLLM(abc.ABC):
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
         """As `forward_verify` for several sequences, in order; the default runs them one by one."""
         checked = check_rows("rows", rows, "cache_id tokens")
-        check_distinct(cache_id for cache_id, _ in checked)
+        check_distinct(check_cache_id(cache_id) for cache_id, _ in checked)
         for cache_id, tokens in checked:
             check_tokens(cache_id, tokens, self.config.vocab_size)
-        return [self.forward_verify(cache_id, tokens) for cache_id, tokens in checked]
+        return [kept(self.forward_verify(cache_id, tokens)) for cache_id, tokens in checked]
 
     def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
         """Appends each row's tokens and scores its targets: target i is the token after token i.
@@ -123,8 +130,8 @@ class DecoderOnlyLLM(abc.ABC):
         checked = check_rows("rows", rows, "cache_id tokens targets")
         wanted = [check_tokens(cache_id, targets, self.config.vocab_size) for cache_id, _, targets in checked]
         for (cache_id, tokens, _), targets in zip(checked, wanted, strict=True):
-            if len(tokens) != len(targets):
-                raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
+            if (count := check_count("tokens", tokens)) != len(targets):
+                raise RequestValidationError(f"{cache_id!r}: {count} tokens, but {len(targets)} targets")
         logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
         check_answer_count(self, logits, len(checked))
         return [
@@ -153,7 +160,7 @@ class DecoderOnlyLLM(abc.ABC):
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`, each final row answering as its policy asks."""
-        check_policy_count(len(items), policies)
+        check_policy_count(check_count("rows", items), policies)
         policies = [check_policy(policy, self.config.vocab_size) for policy in policies]
         if not self.unified_forward_can_return_full_logits():
             raise UnsupportedError(f"{type(self).__name__} has no unified forward with logits to choose from")

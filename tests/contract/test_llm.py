@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -61,6 +64,22 @@ def test_a_policy_that_is_refused_leaves_the_sequence_as_it_was(model: CountingL
 def test_one_policy_per_row_is_needed(model: CountingLLM):
     with pytest.raises(RequestValidationError, match="1 rows need as many policies, 0"):
         model.decode_batch_with_logits_policy([("a", 1, 0)], [])
+
+
+def test_what_is_no_batch_is_refused(model: CountingLLM):
+    given = cast(Any, None)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.decode_batch_with_logits_policy(given, []),
+        lambda: model.decode_batch_with_logits_policy(cast(Any, iter(())), []),
+        lambda: model.unified_forward_with_logits_policy(given, []),
+        lambda: model.score_batch([("a", cast(Any, 5), [1])]),
+        lambda: model.decode_batch([(cast(Any, ["x"]), 1, 0)] * 2),
+        lambda: model.forward_verify_batch([(cast(Any, {}), [1])]),
+    ]
+    for call in calls:
+        with pytest.raises(RequestValidationError):
+            call()
+    assert model.lengths == {}
 
 
 def test_a_model_without_logits_in_its_unified_forward_has_none_to_choose_from():

@@ -7,6 +7,7 @@ every change in the log.
 import contextlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ferrum_jax.contract.answers import (
     check_logit_rows,
     check_logits,
     choose,
+    kept,
 )
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy
@@ -31,8 +33,6 @@ from ferrum_jax.executor.llm_executor.description import overrides
 from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, current_sequence, handle_of
 from ferrum_jax.executor.llm_executor.requests import RowRequest
 from ferrum_jax.executor.llm_executor.sequences import TrackedSequence, TrackedSequences, UndoLog
-
-DECODE_METHODS = ("decode_batch", "decode_batch_with_full_logits", "decode_batch_with_logits_policy")
 
 
 def prefill(log: UndoLog, rows: Sequence[RowRequest], *, together: bool = False) -> list[PrefillOutput]:
@@ -138,7 +138,7 @@ def forward(log: UndoLog, rows: Sequence[RowRequest]) -> NDArray[np.float32]:
         )
     if len(rows) > 1 and overrides(model, "forward_verify_batch"):
         items = [(log.begin(kind="forward").cache_id, row.tokens) for row in rows]
-        with contextlib.suppress(ResourceExhaustedError):  # with few free slots, row by row
+        with contextlib.suppress(ResourceExhaustedError, UnsupportedError):  # with few free slots, row by row
             found = model.forward_verify_batch(items)
             log.undo()
             check_answer_count(model, found, len(rows))
@@ -244,14 +244,15 @@ def _decode_batch(table: TrackedSequences, rows: Sequence[RowRequest]) -> None:
     """Appends one token to every sequence; row by row if the model has no batch, or none with these adapters."""
     model, policies = table.model, [row.policy for row in rows]
     batch = [(row.sequence.cache_id, row.tokens[0], row.sequence.length) for row in rows]
-    if overrides(model, *DECODE_METHODS):
+    if not all(isinstance(policy, FullLogits) for policy in policies):
+        name, more = "decode_batch_with_logits_policy", (policies,)
+    elif any(row.options.full_logits for row in rows):
+        name, more = "decode_batch_with_full_logits", (True,)
+    else:
+        name, more = "decode_batch", ()
+    if overrides(model, name, "decode_batch"):  # the contract's own would decode row by row, uncounted
         try:
-            if not all(isinstance(policy, FullLogits) for policy in policies):
-                answers = model.decode_batch_with_logits_policy(batch, policies)
-            elif any(row.options.full_logits for row in rows):
-                answers = model.decode_batch_with_full_logits(batch, True)
-            else:
-                answers = model.decode_batch(batch)
+            answers = getattr(model, name)(batch, *more)
         except UnsupportedError:
             if len(rows) == 1 or not any(row.sequence.may_be_adapted for row in rows):
                 raise
@@ -270,7 +271,12 @@ def _take_answers(
     for row in rows:
         table.advance(row.sequence, len(row.tokens))
     for row, answer in zip(rows, check_answers(table.model, answers, wanted), strict=True):
-        row.answer = answer
+        row.answer = _own(table, answer)
+
+
+def _own(table: TrackedSequences, array: Any) -> Any:
+    """Returns an array of the model's that the next call leaves as it is: other models may write to one place."""
+    return array if table.is_runner else kept(array)
 
 
 def _prefill_chunk(table: TrackedSequences, row: RowRequest) -> Logits:
@@ -294,7 +300,7 @@ def _verify(table: TrackedSequences, sequence: TrackedSequence, tokens: Sequence
             rows.append(check_logits(model, logits).copy())
         return np.stack(rows)
     table.advance(sequence, len(tokens))
-    return check_logit_rows(model, logits, len(tokens))
+    return _own(table, check_logit_rows(model, logits, len(tokens)))
 
 
 def _capture(table: TrackedSequences, row: RowRequest) -> NDArray[np.float32]:
@@ -302,7 +308,13 @@ def _capture(table: TrackedSequences, row: RowRequest) -> NDArray[np.float32]:
     hidden, weights = row.options.hidden_layers, row.options.attention_layers
     captured = table.model.capture(row.sequence.cache_id, row.tokens, hidden=hidden, attention_weights=weights)
     table.advance(row.sequence, len(row.tokens))
-    row.captured = check_captured(table.model, captured, len(row.tokens), hidden, weights)
+    found = check_captured(table.model, captured, len(row.tokens), hidden, weights)
+    row.captured = replace(
+        found,
+        logits=_own(table, found.logits),
+        hidden={layer: _own(table, states) for layer, states in found.hidden.items()},
+        attention_weights={layer: _own(table, one) for layer, one in found.attention_weights.items()},
+    )
     return row.captured.logits
 
 

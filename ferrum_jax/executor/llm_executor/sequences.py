@@ -7,6 +7,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,12 @@ from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.llm_executor.description import overrides
+from ferrum_jax.executor.runner import ModelRunner
 
 _OWN_ID = re.compile(r"llm-(cache|forward)-\d+")
+_Numbers = dict[str, Iterator[int]]
+# The next numbers of ids of each kind: a model that tells no lengths cannot tell which ids another executor has taken.
+_NUMBERS: "weakref.WeakKeyDictionary[DecoderOnlyLLM, _Numbers]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -62,7 +67,12 @@ class TrackedSequences:
         self.lora_fallback_calls = 0  # a batch with adapters is Unsupported
         self.lacks_unified = False  # the model's unified forward was Unsupported, adapters aside
         self._live: dict[str, TrackedSequence] = {}
-        self._numbers = {"cache": itertools.count(), "forward": itertools.count()}
+        self.is_runner = isinstance(model, ModelRunner)
+        self._tells_lengths = self.is_runner  # its `kv_len` has told one, so that None is an unknown id
+        self._numbers: _Numbers = {"cache": itertools.count(), "forward": itertools.count()}
+        if not self.is_runner:
+            with contextlib.suppress(TypeError):  # a model may have no hash
+                self._numbers = _NUMBERS.setdefault(model, self._numbers)
         self._num_waits = 0
         self._waited_seconds = 0.0
 
@@ -97,7 +107,7 @@ class TrackedSequences:
     def release_all(self) -> None:
         """Releases every sequence that was begun here, if the model still can."""
         for cache_id in [cache_id for cache_id, sequence in self._live.items() if not sequence.is_adopted]:
-            with contextlib.suppress(FerrumError):
+            with contextlib.suppress(Exception):  # of any kind: the model may not be ours
                 self.release(cache_id)
 
     def reset(self) -> None:
@@ -124,7 +134,7 @@ class TrackedSequences:
             return None
         length = self.model.kv_len(cache_id)
         if length is not None:
-            length = check_length(self.model, "kv_len", length)
+            length, self._tells_lengths = check_length(self.model, "kv_len", length), True
             sequence.version += sequence.length != length
             if length < sequence.length:  # by direct calls: its reservation is gone, it may be a new sequence
                 sequence.reserved, sequence.adapter, sequence.knows_adapter = 0, None, False
@@ -163,6 +173,7 @@ class TrackedSequences:
         sequence.length += num_tokens
         sequence.version += 1
         sequence.is_known = sequence.is_known or self.model.kv_len(sequence.cache_id) is not None
+        self._tells_lengths |= sequence.is_known
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence; an unknown id is no error."""
@@ -174,8 +185,8 @@ class TrackedSequences:
 
         If the id is the caller's own and unknown to the model, the model keeps what the caller has bound to the id.
         """
-        key, tells_lengths = sequence.cache_id, overrides(self.model, "kv_len")
-        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and self.model.kv_len(key) is None:
+        key, is_its = sequence.cache_id, sequence.adapter is None and not _OWN_ID.fullmatch(sequence.cache_id)
+        if is_its and self._tells_lengths and self.model.kv_len(key) is None:
             self._live.pop(key, None)
         else:
             self.release(key)
@@ -222,9 +233,12 @@ class TrackedSequences:
     def cache_metrics(self) -> dict[str, Any]:
         """The model's counters, plus the fallbacks counted here and the waits in the queue and for the lock."""
         counters = check_kind(self.model, "cache_metrics_snapshot", self.model.cache_metrics_snapshot(), Mapping) or {}
-        batches = {"schema_version": 1, **(counters.get("decode_batch") or {})}
+        own = check_kind(self.model, "cache_metrics_snapshot", counters.get("decode_batch"), Mapping) or {}
+        batches = {"schema_version": 1, **own}
         for name in ("unsupported_fallback_calls", "lora_fallback_calls"):
-            batches[name] = batches.get(name, 0) + getattr(self, name)
+            batches[name] = (check_kind(self.model, "cache_metrics_snapshot", own.get(name), int) or 0) + getattr(
+                self, name
+            )
         lock = {
             "schema_version": 1,
             "samples": self._num_waits,
@@ -251,6 +265,7 @@ class _Before:
     sequence: TrackedSequence
     length: int | None  # positions; None: the call began it
     adapter: ActiveLoraAdapter | None
+    reserved: int = 0
     version: int | None = None  # as the call left it; None while the call runs
 
 
@@ -276,7 +291,7 @@ class UndoLog:
 
     def record(self, sequence: TrackedSequence) -> TrackedSequence:
         """Records a sequence before the call changes it."""
-        self._entries.append(_Before(sequence, sequence.length, sequence.adapter))
+        self._entries.append(_Before(sequence, sequence.length, sequence.adapter, sequence.reserved))
         return self.table.track(sequence)
 
     def seal(self) -> bool:
@@ -302,8 +317,11 @@ class UndoLog:
             entries = [entry for entry in entries if self._is_untouched(entry)]
             for entry in entries:
                 with contextlib.suppress(FerrumError):
-                    self._roll_back(entry.sequence, entry.length)
-            rebound = [entry for entry in entries if entry.length is not None and entry.sequence.knows_adapter]
+                    self._roll_back(entry)
+            for entry in entries:
+                if entry.length:  # its adapter was only named by another path
+                    entry.sequence.adapter = entry.adapter
+            rebound = [entry for entry in entries if entry.length == 0 and entry.sequence.knows_adapter]
             rebound = [entry for entry in rebound if entry.sequence.adapter != entry.adapter]
             for entry in rebound:  # all are unbound first, to make room for their former adapters
                 self._bind(entry.sequence, None)
@@ -319,8 +337,9 @@ class UndoLog:
             return True
         return found is entry.sequence and entry.sequence.version == entry.version
 
-    def _roll_back(self, sequence: TrackedSequence, length: int | None) -> None:
+    def _roll_back(self, entry: _Before) -> None:
         """Truncates a sequence, or releases it."""
+        sequence, length = entry.sequence, entry.length
         if length is None:
             self.table.forget(sequence)
         elif self.table.find(sequence.cache_id) is not None:
@@ -328,9 +347,10 @@ class UndoLog:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
                 sequence.length = min(sequence.length, length)
-                if was_extended and sequence.reserved > length:  # the truncation has freed the reserved blocks
-                    again = KvSlotRequest(cache_id=sequence.cache_id, target_len=sequence.reserved)
+                if was_extended and entry.reserved > length:  # the truncation has freed the reserved blocks
+                    again = KvSlotRequest(cache_id=sequence.cache_id, target_len=entry.reserved)
                     self.table.model.reserve_kv_slots([again])
+                    sequence.reserved = entry.reserved
             except UnsupportedError:
                 if sequence.length != length:
                     self.table.release(sequence.cache_id)

@@ -4,14 +4,21 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor, errors
-from ferrum_jax.contract import Device, ExecutorState, FerrumError, KvCacheHandle
+from ferrum_jax.contract import (
+    Device,
+    ExecutorState,
+    FerrumError,
+    KvCacheHandle,
+    KvSlotRequest,
+    KvSlotReservation,
+)
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.llm_executor.sequences import TrackedSequence, TrackedSequences, UndoLog
 from tests.executor.asking import batch, item, prompt, run, token
@@ -45,6 +52,48 @@ async def _begin(model: SummingLLM, call: Coroutine[Any, Any, Any]) -> "asyncio.
     task = asyncio.create_task(call)
     await _until(model.entered.is_set)
     return task
+
+
+class Reserving(SummingLLM):
+    """Keeps how many positions are writable; a truncation takes those behind it away."""
+
+    def __init__(self):
+        super().__init__()
+        self.writable: dict[str, int] = {}
+
+    def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+        for one in requests:
+            self.writable[one.cache_id] = max(self.writable.get(one.cache_id, 0), one.target_len)
+        sizes = {"block_size": 1, "total_blocks": 9, "free_blocks_before": 1, "free_blocks_after": 1}
+        return KvSlotReservation(**sizes, allocations=())
+
+    def truncate_kv(self, cache_id: str, new_len: int) -> None:
+        if new_len < len(self.tokens.get(cache_id, [])):
+            self.writable[cache_id] = new_len
+        super().truncate_kv(cache_id, new_len)
+
+
+@pytest.mark.parametrize("draft", [None, [1, 1, 1]])
+def test_a_cancelled_call_leaves_what_was_reserved(draft: list[int] | None):
+    model = Reserving()
+    executor = LlmExecutor(model)
+
+    async def scenario() -> None:
+        handle = (await executor.prefill(prompt([1, 2]))).kv_cache
+        executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=40)])
+        asked = token(3, handle)
+        task = await _begin(
+            model, executor.decode(asked) if draft is None else executor.speculative_decode(asked, draft, 1.0)
+        )
+        task.cancel()
+        await asyncio.sleep(0.01)
+        model.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert model.tokens == {handle.cache_id: [1, 2]}
+        assert model.writable == {handle.cache_id: 40}
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("call", CALLS)

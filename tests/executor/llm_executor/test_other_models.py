@@ -9,7 +9,12 @@ import pytest
 
 from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import ExecutorState, FullLogits, GreedyArgmax, KvSlotRequest
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    ModelError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
 from ferrum_jax.executor import ModelRunner
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
@@ -183,3 +188,142 @@ def test_the_models_own_length_is_in_its_info_and_what_is_served_in_its_capabili
     executor = LlmExecutor(runner)
     assert executor.info().max_sequence_length == runner.config.max_seq_len > runner.kv_capacity()
     assert executor.capabilities().max_sequence_length == runner.kv_capacity()
+
+
+class OneBuffer(CountingLLM):
+    """Writes the logits of every call to one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = np.zeros((8, 23), np.float32)
+
+    def _written(self, rows: Sequence[Any]) -> Any:
+        for at, row in enumerate(rows):
+            self.buffer[at] = row
+        return self.buffer[: len(rows)]
+
+    def decode_batch(self, batch: Sequence[Any]) -> list[Any]:
+        return list(self._written([self.decode(*row) for row in batch]))
+
+    def unified_forward(self, items: Sequence[Any]) -> list[Any]:
+        rows = self._written([self.prefill(cache_id, tokens) for cache_id, tokens, _, _ in items])
+        return [row if item[3] else None for row, item in zip(rows, items, strict=True)]
+
+    def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> Any:
+        return self._written([self.prefill(cache_id, [token]) for token in tokens])
+
+
+def test_answers_stay_as_they_are_where_a_model_writes_all_its_logits_to_one_place():
+    model = OneBuffer()
+    executor = LlmExecutor(model)
+    full = {"ferrum_require_full_logits": True}
+    outputs: list[Any] = [*run(executor.batch_prefill([prompt([1, 2]), prompt([3, 4])]))]
+    outputs.append(run(executor.prefill(prompt([5, 6], metadata=full))))
+    for value in (5, 9):
+        outputs.append(run(executor.decode(token(value, outputs[0].kv_cache if value == 5 else outputs[-1].kv_cache))))
+    outputs += run(executor.forward_verify([token(7, outputs[1].kv_cache), token(8, outputs[1].kv_cache)]))
+    found = [np.argmax(out.logits, axis=-1).ravel().tolist() for out in outputs]
+    assert found == [[3], [5], [5, 7], [7], [12], [9], [11]]
+    rows = model.forward_verify_batch([("a", [1, 2]), ("b", [7, 8])])
+    assert [np.argmax(row, axis=1).tolist() for row in rows] == [[1, 3], [7, 9]]
+    scores = model.score_batch([("c", [1, 2], [1, 1]), ("d", [7, 8], [1, 1])])
+    assert [one.greedy_ids.tolist() for one in scores] == [[1, 3], [7, 9]]
+
+
+class Silent(CountingLLM):
+    """Does not know how long a sequence is, as a model that passes calls on to another may not."""
+
+    is_failing = False
+
+    def kv_len(self, cache_id: str) -> int | None:
+        return None
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Any:
+        logits = super().prefill(cache_id, tokens)
+        if self.is_failing:
+            raise ModelError("after the tokens were appended")
+        return logits
+
+
+def test_a_sequence_that_a_failed_call_began_is_released_where_the_model_tells_no_lengths():
+    model = Silent()
+    executor = LlmExecutor(model)
+    model.is_failing = True
+    with pytest.raises(ModelError):
+        run(executor.unified_decode(batch(item("x", [1, 2, 3], 0))))
+    assert model.lengths == {}
+    model.is_failing = False
+    (row,) = run(executor.unified_decode(batch(item("x", [1, 2, 3], 0))))
+    assert np.argmax(row) == model.next_token(3, 2)
+
+
+@pytest.mark.parametrize("kind", [CountingLLM, Silent])
+def test_two_executors_of_a_model_without_lengths_do_not_share_an_id(kind: type[CountingLLM]):
+    model = kind()
+    first, second = (run(LlmExecutor(model).prefill(prompt([1, 2, 3]))) for _ in range(2))
+    assert first.kv_cache.cache_id != second.kv_cache.cache_id
+    np.testing.assert_array_equal(first.logits, second.logits)
+    assert sorted(model.lengths.values()) == [3, 3]
+
+
+class OwnPolicies(CountingLLM):
+    """Has a batch of its own for policies alone."""
+
+    full: str | None = None
+
+    def decode(self, cache_id: str, token: int, pos: int) -> Any:
+        if cache_id == self.full:
+            raise ResourceExhaustedError("no block", needed=1, free=0)
+        return super().decode(cache_id, token, pos)
+
+    def decode_batch_with_logits_policy(self, batch: Sequence[Any], policies: Sequence[Any]) -> list[Any]:
+        return super().decode_batch_with_logits_policy(batch, policies)
+
+
+def test_rows_of_a_batch_that_the_contract_runs_one_by_one_are_counted():
+    model = OwnPolicies()
+    executor = LlmExecutor(model)
+    first, second = (run(executor.prefill(prompt(text))).kv_cache for text in ([1, 2], [3, 4]))
+    model.full = second.cache_id
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.batch_decode([token(5, first), token(6, second)]))
+    model.full = None
+    assert not first.is_valid()  # it cannot be rolled back, so it was released
+    assert model.lengths == {second.cache_id: 2}
+    assert np.argmax(run(executor.decode(token(6, second))).logits) == 8
+
+
+def test_several_rows_go_one_by_one_where_they_cannot_be_verified_together():
+    class Passing(CountingLLM):
+        def forward_verify_batch(self, rows: Sequence[Any]) -> Any:
+            return super().forward_verify_batch(rows)  # Unsupported
+
+    model = Passing()
+    found = run(LlmExecutor(model).forward([[1, 2], [3, 4]]))
+    assert np.argmax(found, axis=-1).tolist() == [[1, 3], [3, 5]]
+    assert model.lengths == {}
+
+
+@pytest.mark.parametrize("own", [[1], {"lora_fallback_calls": "x"}])
+def test_counters_that_are_none_are_an_error_of_the_model(own: Any):
+    model = CountingLLM()
+    model.cache_metrics_snapshot = lambda: {"decode_batch": own}
+    with pytest.raises(ModelError, match="cache_metrics_snapshot returned"):
+        LlmExecutor(model).cache_metrics_snapshot()
+    model.cache_metrics_snapshot = lambda: {"decode_batch": {"lora_fallback_calls": None}}
+    assert LlmExecutor(model).cache_metrics_snapshot()["decode_batch"]["lora_fallback_calls"] == 0
+
+
+def test_a_shutdown_ends_although_the_model_cannot_release():
+    class Strict(CountingLLM):
+        def release(self, cache_id: str) -> None:
+            del self.lengths[cache_id]
+
+    model, closed = Strict(), []
+    executor = LlmExecutor(model, close=lambda: closed.append(True))
+    for _ in range(2):
+        run(executor.prefill(prompt([1, 2])))
+    del model.lengths["llm-cache-0"]
+    run(executor.shutdown())
+    assert closed == [True]
+    assert model.lengths == {}

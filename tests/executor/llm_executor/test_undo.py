@@ -111,6 +111,24 @@ def test_a_greedy_token_of_logits_that_are_not_finite_is_an_error_and_is_undone(
         runner.set_params(params, keep_sequences=True)
 
 
+@pytest.mark.parametrize("spelling", ["{}", "{}/", ""])
+def test_a_failed_call_keeps_a_sequence_whose_adapter_it_named_by_another_path(
+    spelling: str, runner: ModelRunner, adapter_folders: dict[str, str]
+):
+    executor = LlmExecutor(runner)
+    first = run(executor.prefill(prompt(TEXT[:8], metadata=under("one", adapter_folders)))).kv_cache
+    for at in range(3):
+        runner.prefill(f"x{at}", [1 + at] * 40)
+    again = {"ferrum_lora_adapter": "one", "ferrum_lora_path": spelling.format(adapter_folders["one"])}
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.prefill(prompt([3] * 36, first, metadata=again)))
+    assert first.is_valid()
+    assert runner.kv_len(first.cache_id) == 8
+    for at in range(3):
+        runner.release(f"x{at}")
+    run(executor.decode(token(4, first, metadata=under("one", adapter_folders))))
+
+
 def test_an_adapter_set_from_arrays_is_asked_for_by_its_name(runner: ModelRunner, adapter_folders: dict[str, str]):
     executor = LlmExecutor(runner)
     wanted = run(executor.prefill(prompt(TEXT, metadata=under("one", adapter_folders)))).logits
