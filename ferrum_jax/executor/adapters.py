@@ -158,7 +158,10 @@ class Adapters:
         """Returns the arrays of an adapter in the form of a row of the stacks; raises as `lay_out_arrays`."""
         assert self.spec is not None
         device = self.placed.placement.first
-        return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, device, scale=scale, index=index)
+        try:
+            return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, device, scale=scale, index=index)
+        except jax.errors.JaxRuntimeError as problem:
+            raise DeviceError(f"the arrays of an adapter cannot be moved to {device}: {problem}") from problem
 
     def set(self, name: str, laid_out: ParamTree) -> list[LoadedAdapter]:
         """Puts an adapter's arrays on the device; returns the adapter that was replaced or evicted for it, if any.

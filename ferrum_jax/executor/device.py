@@ -43,6 +43,7 @@ from ferrum_jax.executor.weights import (
     check_like_specs,
     check_same_shapes,
     laid_out_like,
+    moving,
     served_shapes,
     strongly_typed,
 )
@@ -173,11 +174,13 @@ class DeviceState:
 
         Raises:
             InvalidParameterError: they differ from the served ones in more than their values.
+            ResourceExhaustedError: there is no memory to move them.
             UnsupportedError: they lie on devices of several processes.
         """
         params = strongly_typed(as_plain(params))
         if self._specs is None:
-            params = brought_to(self.placed.placement.first, params)
+            with moving():
+                params = brought_to(self.placed.placement.first, params)
             params = laid_out_like(self._shapes, params, self._cfg)
             check_same_shapes(params, self._shapes)
             return params
@@ -186,7 +189,8 @@ class DeviceState:
             if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
                 raise UnsupportedError("these weights lie on devices of several processes: give process 0 all of them")
             return params
-        params = self.placed.divide(params, self._specs)
+        with moving():
+            params = self.placed.divide(params, self._specs)
         check_same_shapes(params, self._shapes)
         return params
 

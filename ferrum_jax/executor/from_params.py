@@ -13,7 +13,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, Unsup
 from ferrum_jax.executor.build import build_runner
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.weights import brought_to, check_fits_config, strongly_typed
+from ferrum_jax.executor.weights import brought_to, check_fits_config, moving, strongly_typed
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
@@ -96,7 +96,8 @@ def from_params(
         placed = ModelPlacement.of(cfg, replicas[0])
         specs = None if placed.division is None else specs_like(params, cfg)
         first = placed.placement.first
-        params = brought_to(first, params) if specs is None else placed.divide(params, specs)
+        with moving():
+            params = brought_to(first, params) if specs is None else placed.divide(params, specs)
         root = None if asked.artifacts is None else artifacts_folder(asked.artifacts)
         free = placed.placement.free_bytes(is_needed=asked.kv_blocks is None)
         return build_runner(

@@ -1,6 +1,7 @@
 """Checks of weights that are to be served, or to replace the served ones in compiled steps."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -54,6 +55,15 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
         {name: _described(leaf) for name, leaf in named_leaves(tree).items()} for tree in (params, instead_of)
     )
     _check_alike(given, there, params, instead_of)
+
+
+@contextlib.contextmanager
+def moving() -> Iterator[None]:
+    """Raises ResourceExhaustedError where weights are moved within and the devices have too little memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as problem:
+        raise ResourceExhaustedError(f"these weights cannot be moved to the devices that serve: {problem}") from problem
 
 
 def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:

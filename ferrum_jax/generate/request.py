@@ -108,7 +108,7 @@ class Request:
         if self.finish_reason != "stop":
             return None
         is_own = self.tokens[-1] in (self.params.stop_token_ids or ())
-        return self.tokens[-1] if is_own else self.watcher.found or None
+        return self.watcher.found or (self.tokens[-1] if is_own else None)
 
     def count_cached(self, start: int, count: int, known: int) -> None:
         """Counts the prompt's tokens among the `known` first of `count` positions, unless they were begun before."""
@@ -121,9 +121,9 @@ class Request:
         return bool(self.choices or self.scores)
 
     @property
-    def has_begun_here(self) -> bool:
-        """As `is_begun`, without the tokens of an answer that it continues."""
-        return len(self.choices) > self.num_former or bool(self.scores)
+    def has_sampled_here(self) -> bool:
+        """True once it has a token that is not of an answer that it continues."""
+        return len(self.choices) > self.num_former
 
     @property
     def fork_position(self) -> int:
@@ -239,9 +239,9 @@ class Request:
             repetition_penalty=float(params.repetition_penalty),
             presence_penalty=float(params.presence_penalty),
             frequency_penalty=float(params.frequency_penalty),
-            top_k=int(params.top_k),
+            top_k=min(int(params.top_k), 2**31 - 1),
             seed=int(self.seed),
-            min_position=len(prompt) + params.min_tokens if params.min_tokens else 0,
+            min_position=len(prompt) + int(params.min_tokens) if params.min_tokens else 0,
             num_logprobs=params.num_logprobs,
             is_processed=params.logprobs_mode == "processed",
             stop_ids=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
@@ -335,12 +335,12 @@ class Request:
         If no token was generated yet, the scores are dropped, too: new weights may sample the first one.
         """
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.is_bound = 0, 0, False, False
-        if not self.choices or self.num_captured < len(self.tokens) - 1:  # an answer to be continued was not read yet
+        if not self.has_sampled_here or self.num_captured < len(self.tokens) - 1:  # or one to be continued
             self.captured, self.num_captured = [], 0
-        if self.choices and (self.captured or self.scores):  # perhaps of other weights than the recomputed KV:
+        if self.has_sampled_here and (self.captured or self.scores):  # perhaps of other weights than the recomputed KV:
             self.group = ""  # nobody forks from it any more
         self.forget_settings()
-        if self.num_unscored or not self.choices:
+        if self.num_unscored or not self.has_sampled_here:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
 
     def has_progressed(self) -> bool:

@@ -348,7 +348,7 @@ class Scheduler:
 
     def _begun(self, update: Update) -> list[Request]:
         """Requests whose weights change: running ones, and waiting ones that have tokens or scores."""
-        waiting = [one for one in self._waiting if one.has_begun_here]
+        waiting = [one for one in self._waiting if one.has_sampled_here or one.scores]
         return [one for one in (*self._running, *waiting) if update.concerns(one)]
 
     def _renew(self, request: Request, update: Update) -> None:
@@ -357,7 +357,7 @@ class Scheduler:
             request.interrupt()
             self._drop(request)
             request.tell()
-        elif request in self._running and (update.live == "recompute" or not request.choices):
+        elif request in self._running and (update.live == "recompute" or not request.has_sampled_here):
             self._release(request.cache_id)
             request.restart()
 

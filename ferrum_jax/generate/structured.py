@@ -31,6 +31,7 @@ Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowes
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
 _LARGEST_DOUBLE = int(sys.float_info.max)
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by other names
 MAX_CACHED_FORMS = 64  # of one model
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -248,7 +249,9 @@ def check_schema(schema: Any) -> None:
                         f"this json_schema cannot be followed: {name} has {str(rounded)[:24]}, which float64 does not "
                         "hold: write it as a text"
                     )
-                if name not in _VALUES:
+                if name in _MAPS and isinstance(inside, dict):  # its keys are no keywords
+                    waiting += [(one, False) for one in inside.values()]
+                elif name not in _VALUES:
                     waiting.append((inside, False))
         elif isinstance(value, list):
             waiting += [(one, False) for one in value]
@@ -273,6 +276,12 @@ def _first_rounded(value: Any) -> int | None:
 
 def _as_json(value: Any) -> str:
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as problem:
+        return json.dumps(value, default=_plain)
+    except (RecursionError, TypeError, ValueError) as problem:
         raise InvalidParameterError(f"structured output is not JSON: {problem}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON value")

@@ -42,7 +42,7 @@ class Update:
 
     def holds_back(self, request: Request) -> bool:
         """True if a request must not begin before the update."""
-        return self.live == "wait" and self.concerns(request) and not request.has_begun_here
+        return self.live == "wait" and self.concerns(request) and not (request.has_sampled_here or request.scores)
 
 
 def params_update(model: DecoderOnlyLLM, params: NewParams, live: LivePolicy) -> Update:

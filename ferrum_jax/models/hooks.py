@@ -47,7 +47,7 @@ ATTENTION = "attn_scores", "pattern"
 _DENSE = "mlp_pre", "mlp_pre_linear", "mlp_post"
 _SPARSE = "router_logits", "expert_indices", "expert_weights"
 NAMES = (*_RESIDUAL, *_HEADS, *ATTENTION, *_DENSE, *_SPARSE)
-_LONG = re.compile(r"blocks\.(\d+)\.(?:attn\.hook_(q|k|v|z|attn_scores|pattern)"
+_LONG = re.compile(r"blocks\.(\d{1,9})\.(?:attn\.hook_(q|k|v|z|attn_scores|pattern)"
                    r"|mlp\.hook_(pre|pre_linear|post|router_logits|expert_indices|expert_weights)"
                    r"|hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out))")  # fmt: skip
 

@@ -205,6 +205,8 @@ def _compute(
     columns, kv = 0, cast(Any, None)
     if attention is not None:
         size, dtype = min(length, 128), activation_dtype(params).name
+        if attention in ("xla", "cpu") and any(point.name in ATTENTION for point in interventions):
+            size = length  # one block, so that scores to be changed are [T, T]
         columns = -(-length // size)
         kv = state.empty(cache_spec(cfg, num_blocks=batch * columns, block_size=size, dtype=dtype, attention=attention))
     rows = Rows(
@@ -443,9 +445,9 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
 
     Raises:
         InvalidParameterError: the states are no numbers, or have another width than the model's; `cfg` is no
-            `ModelConfig`.
+            `ModelConfig`, or the parameters are not this model's.
     """
-    check_model_config(cfg)
+    check_shapes(params, cfg)
     x = as_numbers("x", x)
     if not x.ndim or x.shape[-1] != cfg.hidden_size:
         raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")

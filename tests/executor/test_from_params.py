@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import ferrum_jax
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, ResourceExhaustedError
 from ferrum_jax.models.layout import SCANNED, lay_out
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
@@ -50,6 +50,20 @@ def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     with ferrum_jax.from_params(half, CFG, max_seqs=1, kv_capacity=16) as runner:
         assert runner.plan.cache.dtype == "bfloat16"
+
+
+def test_weights_that_cannot_be_moved_are_refused(params: ParamTree, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    with ferrum_jax.from_params(params, CFG, max_seqs=1, kv_capacity=16) as runner:
+        monkeypatch.setattr("ferrum_jax.executor.device.brought_to", fail)
+        with pytest.raises(ResourceExhaustedError, match=r"cannot be moved .*injected"):
+            runner.set_params(params)
+        assert runner.params is params
+    monkeypatch.setattr("ferrum_jax.executor.from_params.brought_to", fail)
+    with pytest.raises(ResourceExhaustedError, match=r"cannot be moved .*injected"):
+        ferrum_jax.from_params(params, CFG, max_seqs=1, kv_capacity=16)
 
 
 def test_a_head_of_another_dtype_does_not_say_how_a_model_computes(params: ParamTree):

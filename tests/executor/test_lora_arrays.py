@@ -130,6 +130,20 @@ def test_a_sequence_that_is_bound_goes_on_where_it_is_to_be_kept(
     check(runner, oracles["one"])
 
 
+def test_arrays_that_cannot_be_moved_change_nothing(
+    runner: ModelRunner, oracles: dict[str | None, Oracle], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    runner.set_lora("tuned", on_device("one"), scale=2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("ferrum_jax.executor.lora_arrays.joined", fail)
+        with pytest.raises(DeviceError, match=r"cannot be moved to .*injected"):
+            runner.set_lora("tuned", on_device("two"))
+    check(runner, oracles["one"])
+
+
 @pytest.mark.devices
 def test_halves_may_lie_on_different_devices(runner: ModelRunner, oracles: dict[str | None, Oracle]):
     devices = jax.devices("cpu")

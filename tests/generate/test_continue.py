@@ -11,7 +11,7 @@ from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import CancelledError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
-from ferrum_jax.generate.updates import params_update
+from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models.specs import ParamTree
 from tests.generate.conftest import MakeRunner, is_empty
 from tests.generate.updates import make_oracle, versions_of
@@ -100,6 +100,38 @@ def test_an_answer_that_goes_on_begins_after_an_update_that_waits(new_runner: Ma
         assert update.done.result() == 1
         assert later.versions == [0] * 6 + [1] * 24
         assert {type(token) for token in later.output().token_ids} == {int}
+
+
+@pytest.mark.parametrize("live", ["keep", "recompute"])
+def test_an_answer_that_has_not_gone_on_yet_begins_again_under_new_weights(
+    live: LivePolicy, new_runner: MakeRunner, params: ParamTree
+):
+    asked, weights = (
+        SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=0, ignore_eos=True),
+        versions_of(params, 2),
+    )
+    oracle = make_oracle(weights)
+    with new_runner() as runner:
+        llm = LLM.from_model(runner, chunk_tokens=4)
+        (part,) = llm.generate([PROMPTS[0]], asked)
+        llm.engine.settle()
+        scheduler = llm.engine.scheduler
+        request = llm.request(part, replace(asked, max_tokens=6))
+        scheduler.submit(request)
+        while request.num_unscored or not request.scores:
+            scheduler.step()
+        assert len(request.choices) == 3
+        scheduler.update(params_update(runner, weights[1], live))
+        while not request.is_done:
+            scheduler.step()
+        out = request.output()
+    assert out.weight_versions == [0] * 3 + [1] * 3
+    tokens, count = out.prompt_token_ids + out.token_ids, len(out.prompt_token_ids)
+    expected = oracle(tokens, [1] * len(tokens))[np.arange(len(tokens) - 1), tokens[1:]]
+    assert out.prompt_logprobs is not None
+    assert out.logprobs is not None
+    found = [*out.prompt_logprobs[1:], *out.logprobs[3:]]
+    np.testing.assert_allclose(found, [*expected[: count - 1], *expected[count + 2 :]], rtol=0, atol=2e-5)
 
 
 def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):

@@ -86,6 +86,19 @@ def test_a_bad_word_that_the_model_cannot_say_forbids_nothing():
     assert out.token_ids == answer(model, [1], 4)
 
 
+def test_narrow_and_wide_integers_count_as_what_they_are():
+    llm = LLM.from_model(CountingLLM(capacity=400), letters())
+    ten: Any = np.uint8(10)
+    for length in (250, 300):
+        narrow, wide = (
+            llm.request([1] * length, SamplingParams(min_tokens=least, top_k=most, temperature=1.0)).settings()
+            for least, most in ((ten, 2**40), (10, 2**31 - 1))
+        )
+        assert (narrow.min_position, narrow.top_k) == (wide.min_position, wide.top_k) == (length + 10, 2**31 - 1)
+    (out,) = llm.generate([[1]], SamplingParams(top_k=2**40, temperature=1.0, max_tokens=2))
+    assert len(out.token_ids) == 2
+
+
 @pytest.mark.parametrize("min_tokens", [2**31, 63])
 def test_more_tokens_at_least_than_the_capacity_leaves_are_refused(min_tokens: int):
     llm = LLM.from_model(CountingLLM(capacity=64), letters())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -371,6 +372,17 @@ def test_an_integer_that_would_be_rounded_is_refused(llm: LLM):
             with pytest.raises(RequestValidationError, match=f"has {str(number)[:24]}, which float64 does not"):
                 compile_form(Structured(json=schema))
     compile_form(Structured(json={"enum": [2**60, True, 1.5], "maximum": 2**63 - 1}))
+    for name in ("const", "enum", "default"):
+        compile_form(
+            Structured(json=MappingProxyType({"properties": {name: {"type": "integer", "maximum": 2**63 - 1}}}))
+        )
+        with pytest.raises(RequestValidationError, match="const has 9007199254740993"):
+            compile_form(Structured(json={"properties": {name: {"const": 2**53 + 1}}}))
+    deep: dict[str, Any] = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidParameterError, match="structured output is not JSON"):
+        compile_form(Structured(json=deep))
 
 
 def test_schemas_with_a_property_or_a_value_named_id_are_followed(llm: LLM):

@@ -468,6 +468,23 @@ def test_a_function_of_every_layer_is_called_in_those_that_run():
     assert np.abs(run(first_layer=1) - wanted).max() > 1e-3
 
 
+@pytest.mark.parametrize("attention", [None, "xla"])
+def test_scores_to_be_changed_are_those_that_are_captured(attention: str | None):
+    """Also where blocks of 128 positions would hold more than the tokens."""
+    params, cfg = model("mistral")
+    tokens, shapes = jnp.arange(300)[None] % cfg.vocab_size, []
+
+    def seen(x: jax.Array, _: jax.Array) -> jax.Array:
+        shapes.append(x.shape)
+        return x
+
+    run = partial(models.run, params, tokens, cfg, attention=attention, capture=[("pattern", 1)])
+    logits, found = run(interventions={("pattern", 1): seen})
+    assert shapes == [found[Point("pattern", 1)].shape] == [(1, cfg.num_attention_heads, 300, 300)]
+    again, _ = run(interventions={("pattern", 1): replace_with(found[Point("pattern", 1)])})
+    close(again, logits)
+
+
 def test_only_a_mask_says_where_to_replace():
     with pytest.raises(InvalidParameterError, match="where is float32, expected True and False"):
         replace_with(1.0, where=0.3)
