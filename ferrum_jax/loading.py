@@ -193,6 +193,20 @@ def _load(
     if device is not None and isinstance(mesh, jax.sharding.Mesh) and target != replicas[0].first:
         raise ConfigError(f"device is {device}, but the mesh begins with {replicas[0].first}: leave out the device")
     hosts = Hosts.of(replicas, channel)
+    with telling(hosts.channel if channel is None and hosts.are_several else None):  # one that was opened just now
+        return _load_on(source, settings, replicas, hosts, strict=strict, progress=progress)
+
+
+def _load_on(
+    source: Checkpoint,
+    settings: EngineConfig,
+    replicas: list[Placement],
+    hosts: Hosts,
+    *,
+    strict: bool,
+    progress: bool,
+) -> ModelRunner:
+    """Loads a model onto its devices."""
     hosts.check_placement(replicas[0])
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     asked, settings = settings, with_defaults(settings, source, target, is_divided=placed.division is not None)

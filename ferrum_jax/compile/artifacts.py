@@ -162,6 +162,15 @@ class Artifacts:
             self.num_saved += 1
         return artifact
 
+    def pass_over(self) -> None:
+        """Warns once of a step that comes from JAX's compilation cache, which cannot be kept."""
+        self._warn(
+            "steps that JAX's compilation cache has cannot be kept, every start traces them again: unset "
+            "JAX_COMPILATION_CACHE_DIR (jax_compilation_cache_dir) for one start"
+        )
+        with self._lock:
+            self.num_unwritten += 1
+
     def check_writable(self) -> None:
         """Raises OSError, PermissionError among them, where no step could be kept."""
         self._prepare(self.folder, self._program())
@@ -251,9 +260,10 @@ def compile_and_save(
     """Compiles a program and saves it in `artifacts`, which have the same options; returns both forms."""
     hits = _HITS.count()
     executable = lower().compile(compiler_options=dict[str, Any](options) if options else None)
+    if artifacts is None:
+        return executable, None
     # An executable from JAX's persistent cache serialises without its functions, and fails when it is called.
-    kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
-    return executable, kept
+    return executable, artifacts.save(name, executable) if _HITS.count() == hits else artifacts.pass_over()
 
 
 def clear(root: Path) -> int:

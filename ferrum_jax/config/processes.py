@@ -1,10 +1,11 @@
 """This process's index among several, from the environment: variables of this package or of a launcher."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ferrum_jax.config.engine import ENVIRONMENT
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 COORDINATOR, COUNT, INDEX = "FERRUM_COORDINATOR", "FERRUM_NUM_PROCESSES", "FERRUM_PROCESS_ID"
 START, START_SECONDS = "FERRUM_START_SECONDS", 300
@@ -14,6 +15,7 @@ LAUNCHERS = (  # variables of count and index: this package's, Open MPI's, MPICH
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
+_ADDRESS = re.compile(r"(?:\[[^\[\]]+\]|[^:\s]+):(\d{1,5})")  # host and port; an address with colons in brackets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,8 @@ class ProcessSettings:
                     f"{count_name}={count} and {index_name}={index}: expected a count of at least 1 and an index below"
                 )
             coordinator = environment.get(COORDINATOR)
-            if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+            address = None if coordinator is None else _ADDRESS.fullmatch(coordinator)
+            if coordinator is not None and (address is None or not 1 <= int(address[1]) < 1 << 16):
                 raise ConfigError(f"{COORDINATOR}={coordinator!r} cannot be used: expected host:port")
             is_plain = count_name == COUNT
             if count > 1 and is_plain and coordinator is None:
@@ -60,6 +63,6 @@ class ProcessSettings:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name)
-    if text is None or not text.strip().isdecimal():
-        raise ConfigError(f"{name}={text!r} cannot be used: expected a number")
+    if text is None or not text.strip().isdecimal() or len(text.strip()) > 9:
+        raise ConfigError(f"{name}={safe_repr(text)} cannot be used: expected a number of at most nine digits")
     return int(text)

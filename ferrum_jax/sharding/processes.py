@@ -83,7 +83,10 @@ def join(asked: Any) -> "Channel | None":
             **own,
         )
     except ValueError as problem:
-        raise ConfigError(f"the launcher does not say where process 0 is, set {COORDINATOR}: {problem}") from None
+        raise ConfigError(
+            f"the launcher does not say where process 0 is, set {COORDINATOR}, or {COUNT}=1 where this process is "
+            f"alone, as in a batch script of SLURM's: {problem}"
+        ) from None
     except RuntimeError as problem:  # JaxRuntimeError among them
         if isinstance(problem, jax.errors.JaxRuntimeError):
             raise DeviceError(f"{who} did not find the others at {where}: {problem}") from problem

@@ -470,6 +470,7 @@ def test_what_came_out_of_jaxs_persistent_cache_is_not_kept_as_it_would_lack_its
         f"(1, 0, 0, 0) 0 {answer}",
         f"(0, 1, 1, 0) 1 {answer}",
     ]
+    assert done.stderr.count("unset JAX_COMPILATION_CACHE_DIR") == 1
 
 
 def test_hits_are_counted_though_somebody_has_cleared_the_listeners(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 import ferrum_jax
 from ferrum_jax.config.processes import ProcessSettings
-from ferrum_jax.contract.errors import ConfigError, DeviceError
+from ferrum_jax.contract.errors import ConfigError, DeviceError, InvalidFormatError
 from ferrum_jax.executor import plan_engine
 from ferrum_jax.executor.hosts import packed_key, unpacked_key
 from ferrum_jax.models import Point, adapters
@@ -292,6 +292,7 @@ PLAIN = {"FERRUM_COORDINATOR": "a:1", "FERRUM_NUM_PROCESSES": "2", "FERRUM_PROCE
         (PLAIN | {"FERRUM_NUM_PROCESSES": "1", "FERRUM_PROCESS_ID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, (4, 3, None, False)),
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "FERRUM_COORDINATOR": "b:2"}, (2, 0, "b:2", False)),
+        (PLAIN | {"FERRUM_COORDINATOR": "[fe80::1]:65535"}, (2, 1, "[fe80::1]:65535", True)),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, (2, 1, None, False)),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "FERRUM_NUM_PROCESSES": "1"}, None),
         ({"SLURM_NTASKS": "4"}, None),  # a shell that `salloc` began
@@ -310,12 +311,41 @@ def test_the_environment_says_which_process_this_is(environment: dict[str, str],
         ({"FERRUM_NUM_PROCESSES": "two"}, "FERRUM_NUM_PROCESSES='two' cannot be used: expected a number"),
         ({"FERRUM_PROCESS_ID": "2"}, "FERRUM_NUM_PROCESSES=2 and FERRUM_PROCESS_ID=2: expected"),
         ({"FERRUM_COORDINATOR": "a"}, "FERRUM_COORDINATOR='a' cannot be used: expected host:port"),
+        ({"FERRUM_COORDINATOR": "5555"}, "FERRUM_COORDINATOR='5555' cannot be used: expected host:port"),
+        ({"FERRUM_COORDINATOR": "::1"}, "FERRUM_COORDINATOR='::1' cannot be used: expected host:port"),
+        ({"FERRUM_COORDINATOR": ":5555"}, "FERRUM_COORDINATOR=':5555' cannot be used: expected host:port"),
+        ({"FERRUM_COORDINATOR": "h:99999"}, "FERRUM_COORDINATOR='h:99999' cannot be used: expected host:port"),
+        ({"FERRUM_START_SECONDS": "9" * 11}, "FERRUM_START_SECONDS='9+' cannot be used: expected a number of at most"),
+        ({"FERRUM_NUM_PROCESSES": "1" * 5000}, "FERRUM_NUM_PROCESSES='1+.* cannot be used"),
         ({"FERRUM_START_SECONDS": "-1"}, "FERRUM_START_SECONDS='-1' cannot be used"),
     ],
 )
 def test_a_wrong_variable_is_named(changed: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         ProcessSettings.from_environment(PLAIN | changed)
+
+
+def test_a_load_that_fails_tells_processes_that_jax_has_joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Their channel is opened with the placement, not by this package's variables."""
+
+    class Told:
+        are_several, leads, told = True, True, ""
+
+        @property
+        def channel(self) -> "Told":
+            return self
+
+        def abandon(self, reason: str) -> None:
+            self.told = reason
+
+        def check_placement(self, _: Any) -> None:
+            raise InvalidFormatError("a tensor is missing")
+
+    hosts = Told()
+    monkeypatch.setattr("ferrum_jax.loading.Hosts.of", lambda *_: hosts)
+    with pytest.raises(InvalidFormatError):
+        ferrum_jax.load(tiny.write_folder(tmp_path, tiny.CONFIGS["llama2"]))
+    assert hosts.told == "InvalidFormatError: a tensor is missing"
 
 
 @pytest.mark.parametrize("missing", PLAIN)
