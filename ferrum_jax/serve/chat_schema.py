@@ -1,9 +1,9 @@
 """Schema of the requests of `/v1/chat/completions`."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, model_validator
 
 from ferrum_jax.generate.chat import TEMPLATE_OWN
 from ferrum_jax.generate.structured import Structured
@@ -19,59 +19,80 @@ NOT_SERVED = (
 """OpenAI's fields that are refused unless null."""
 
 
-class TextPart(Body):
-    """A part of a message."""
+class MessageBody(Body):
+    """A part of a message. Unknown fields are ignored: clients copy them from answers of all kinds of servers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(MessageBody):
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Body):
+class RefusalPart(MessageBody):
+    """The text with which the assistant refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part: TypeAlias = Annotated[TextPart | RefusalPart, Discriminator("type")]
+
+
+class CalledFunction(MessageBody):
     """The function of a call, with its arguments as JSON text."""
 
     name: str
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
-    parsed_arguments: Any = None  # set by OpenAI's Python client, ignored
 
 
-class ToolCall(Body):
+class ToolCall(MessageBody):
     """A call in a message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
     function: CalledFunction
 
 
-class Message(Body):
-    """A message of any role; fields that clients copy from an answer are accepted."""
+class Message(MessageBody):
+    """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     audio: None = None
-    annotations: list[Any] | None = None
-    parsed: Any = None  # set by OpenAI's Python client, ignored
     function_call: None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> "Message":
-        if self.content is None and not self.tool_calls and self.reasoning_content is None and self.reasoning is None:
+        if self.content is None and not self.tool_calls and self.role != "assistant":
             raise ValueError(f"content is missing in a message of the role {self.role}")
         return self
+
+    @property
+    def text(self) -> str | None:
+        """The texts of the content and of a refusal, joined by newlines; None beside calls if there are none."""
+        texts = [self.content] if isinstance(self.content, str) else []
+        if isinstance(self.content, list):
+            texts = [part.text if isinstance(part, TextPart) else part.refusal for part in self.content]
+        if self.refusal and self.role == "assistant":
+            texts = [*filter(None, texts), self.refusal]
+        return "\n".join(texts) if texts or not self.tool_calls else None
 
     def rendered(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it: content as one text, arguments of calls as objects.
 
         Arguments that are no JSON object, as of a call that was cut off, stay a text.
         """
-        text = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
-        made: dict[str, Any] = {"role": self.role, "content": text}
+        made: dict[str, Any] = {"role": self.role, "content": self.text}
         made |= {
             name: value
             for name in ("name", "tool_call_id", "reasoning_content", "reasoning")

@@ -1,4 +1,4 @@
-"""Schemas of requests. An unknown field is an error, so that no option is silently ignored."""
+"""Schemas of requests. An unknown field is an error, so that no option is silently ignored; in messages it is none."""
 
 import dataclasses
 import itertools

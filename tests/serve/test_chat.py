@@ -209,7 +209,9 @@ def told_whole(choice: Any) -> tuple[str, list[float]]:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages", "role"),
         ({"messages": [{"role": "user"}]}, "messages", "content is missing"),
-        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages", "mood"),
+        ({"messages": [{"role": "user", "content": None, "tool_calls": []}]}, "messages", "content is missing"),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, "messages", "audio"),
+        ({"messages": HI, "mood": 1}, "mood", "unknown field"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema goes with the type json_schema"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
@@ -248,6 +250,9 @@ def test_what_clients_send_and_copy_is_accepted(client: Any, llm: LLM):
         "annotations": [],
         "audio": None,
         "tool_calls": None,
+        "provider_specific_fields": {"refusal": None},
+        "thinking_blocks": [{"type": "thinking"}],
+        "id": "chatcmpl-1",
     }
     more = {"functions": None, "modalities": ["text"], "tools": [], "response_format": {"type": "text"}, "user": "x",
             "verbosity": None, "service_tier": "default", "parallel_tool_calls": True}  # fmt: skip
@@ -255,6 +260,37 @@ def test_what_clients_send_and_copy_is_accepted(client: Any, llm: LLM):
     assert out.choices[0].message.content == reference(
         llm, "user:hello<end>assistant:hi<end>user:hello<end>assistant:<go>"
     )
+
+
+def test_unknown_fields_of_messages_do_not_reach_the_template():
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    call = {"id": "a", "mood": 1, "function": {"name": "f", "arguments": "{}", "mood": 1}}
+    given = {"role": "assistant", "content": [part], "tool_calls": [call], "images": [], "thinking": "no", "mood": 1}
+    assert Message.model_validate(given).rendered() == {
+        "role": "assistant",
+        "content": "hi",
+        "tool_calls": [{"type": "function", "id": "a", "function": {"name": "f", "arguments": {}}}],
+    }
+
+
+REFUSAL = {"type": "refusal", "refusal": "no"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": "", "refusal": "no"}, "no"),
+        ({"content": "Well,", "refusal": "no"}, "Well,\nno"),
+        ({"content": [{"type": "text", "text": "Well,"}, REFUSAL]}, "Well,\nno"),
+        ({"content": None}, ""),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"reasoning_content": "why"}, ""),
+        ({"content": None, "tool_calls": [{"function": {"name": "f"}}]}, None),
+    ],
+)
+def test_a_refusal_is_text_and_an_answer_may_be_empty(given: dict[str, Any], text: str | None):
+    assert Message.model_validate({"role": "assistant"} | given).rendered()["content"] == text
 
 
 CALLS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
