@@ -33,6 +33,8 @@ TEMPLATE_OWN = frozenset({
 })  # fmt: skip
 # DeepSeek's templates ask this of messages with calls.
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s{1,3})?none|[=!]=\s?[nN]one)\b""")
+# As a role, not as the type of a call.
+_HAS_FUNCTION_ROLE = re.compile(r"""role\b[^%}]{0,200}['"]function['"]""")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
@@ -55,7 +57,9 @@ def render_chat(
         template: the Jinja source.
         messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`. Keys whose
             value is None are left out, as transformers does: OpenAI's client writes `"content": null` beside calls, and
-            templates fail there or write "None". Beside calls, a template that asks `content is none` has it.
+            templates fail there or write "None". Beside calls, a template that asks `content is none` has it. Unlike
+            in transformers, newer and older roles get the name that the template knows: `developer` becomes `system`,
+            `function` becomes `tool`.
         add_generation_prompt: end with the header of the assistant's answer.
         continue_final_message: end with the content of the last message, so that the answer continues it. Text of the
             template after it is left out, and so are spaces at its end if the template trims them.
@@ -71,7 +75,8 @@ def render_chat(
     if len(template) > LARGEST_SOURCE:
         raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
     variables = {name: _copied(value, name) for name, value in extra.items()}
-    copied = _copy_messages(messages, asks_for_none=_ASKS_FOR_NONE.search(template) is not None)
+    copied = _copy_messages(messages)
+    _fit(copied, template)
     if continue_final_message:
         if add_generation_prompt:
             raise RequestValidationError("continue_final_message needs add_generation_prompt=False")
@@ -161,13 +166,13 @@ class _Renderer:
 _RENDERER = _Renderer()
 
 
-def _copy_messages(messages: Sequence[Mapping[str, Any]], *, asks_for_none: bool) -> list[dict[str, Any]]:
+def _copy_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestValidationError(f"messages must be a list of mappings, found {type(messages).__name__}")
-    return [_copy_message(message, f"messages[{index}]", asks_for_none) for index, message in enumerate(messages)]
+    return [_copy_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _copy_message(message: Mapping[str, Any], where: str, asks_for_none: bool) -> dict[str, Any]:
+def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestValidationError(f"{where} must be a mapping, found {type(message).__name__}")
     if not isinstance(message.get("role"), str):
@@ -179,10 +184,20 @@ def _copy_message(message: Mapping[str, Any], where: str, asks_for_none: bool) -
             f"{where}: content must be a str, a list of parts or None, found {type(message['content']).__name__}"
         )
     copy = {key: value for key, value in _copied(message, where).items() if value is not None}
-    if asks_for_none and "tool_calls" in copy:
-        copy.setdefault("content", None)
     reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+
+
+def _fit(messages: list[dict[str, Any]], template: str) -> None:
+    """Changes messages to what a template reads, by what its source says."""
+    asks_for_none = _ASKS_FOR_NONE.search(template) is not None
+    roles = {} if "developer" in template else {"developer": "system"}
+    if ("'tool'" in template or '"tool"' in template) and _HAS_FUNCTION_ROLE.search(template) is None:
+        roles["function"] = "tool"
+    for message in messages:
+        message["role"] = roles.get(message["role"], message["role"])
+        if asks_for_none and "tool_calls" in message:
+            message.setdefault("content", None)
 
 
 def _copy_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -88,6 +88,27 @@ def test_reasoning_has_one_name_in_templates(key: str):
     assert render_chat("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", messages) == "whywhy"
 
 
+ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        ("", "system user function "),
+        ("{% if role == 'developer' %}{% endif %}", "developer user function "),
+        ("{% if role == 'tool' %}{% endif %}", "system user tool "),
+        ("{% if role == 'tool' %}{{ {'type': 'function'} if false }}{% endif %}", "system user tool "),
+        ("{% if role == 'tool' or role == 'function' %}{% endif %}", "system user function "),
+        ('{% if message["role"] in ["tool", "function"] %}{% endif %}', "system user function "),
+    ],
+)
+def test_roles_have_the_names_that_the_template_knows(known: str, shown: str):
+    messages = [{"role": role, "content": "a"} for role in ("developer", "user", "function")]
+    known = "{% set role, message = '', {'role': ''} %}" + known
+    assert render_chat(known + ROLES, messages) == shown
+    assert [one["role"] for one in messages] == ["developer", "user", "function"]
+
+
 def test_a_template_that_refuses_is_quoted():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TokenizerError, match=r"refused.*roles must alternate"):
