@@ -35,6 +35,7 @@ TEMPLATE_OWN = frozenset({
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s{1,3})?none|[=!]=\s?[nN]one)\b""")
 # As a role, not as the type of a call.
 _HAS_FUNCTION_ROLE = re.compile(r"""role\b[^%}]{0,200}['"]function['"]""")
+_ONE_TEXT_BESIDE_CALLS = "Cannot pass both content and thinking"  # GPT-OSS's template refuses both
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
@@ -59,7 +60,8 @@ def render_chat(
             value is None are left out, as transformers does: OpenAI's client writes `"content": null` beside calls, and
             templates fail there or write "None". Beside calls, a template that asks `content is none` has it. Unlike
             in transformers, newer and older roles get the name that the template knows: `developer` becomes `system`,
-            `function` becomes `tool`.
+            `function` becomes `tool`; and content beside calls joins the reasoning for GPT-OSS, whose template shows
+            one of them, and refuses both.
         add_generation_prompt: end with the header of the assistant's answer.
         continue_final_message: end with the content of the last message, so that the answer continues it. Text of the
             template after it is left out, and so are spaces at its end if the template trims them.
@@ -198,6 +200,16 @@ def _fit(messages: list[dict[str, Any]], template: str) -> None:
         message["role"] = roles.get(message["role"], message["role"])
         if asks_for_none and "tool_calls" in message:
             message.setdefault("content", None)
+        if _ONE_TEXT_BESIDE_CALLS in template and "tool_calls" in message:
+            _join_content(message)
+
+
+def _join_content(message: dict[str, Any]) -> None:
+    """Moves a message's content to the end of its reasoning, if it has both."""
+    reasoning, content = message.get("thinking"), message.get("content")
+    if reasoning and content and isinstance(reasoning, str) and isinstance(content, str):
+        message["thinking"] = message["reasoning_content"] = f"{reasoning}\n\n{content}"
+        del message["content"]
 
 
 def _copy_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

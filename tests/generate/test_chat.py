@@ -88,6 +88,20 @@ def test_reasoning_has_one_name_in_templates(key: str):
     assert render_chat("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", messages) == "whywhy"
 
 
+GPT_OSS = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}"
+    "{% endif %}[{{ m.content or m.thinking }}]{% else %}({{ m.thinking }})({{ m.content }}){% endif %}{% endfor %}"
+)
+
+
+def test_content_beside_calls_joins_the_reasoning_where_a_template_refuses_both():
+    both, calls = {"role": "assistant", "content": "c", "reasoning_content": "why"}, {"tool_calls": [{"name": "f"}]}
+    messages = [both, both | calls, both | calls | {"content": ""}, both | calls | {"reasoning_content": None}]
+    assert render_chat(GPT_OSS, messages) == "(why)(c)[why\n\nc][why][c]"
+    assert render_chat("{{ messages[0].thinking }}{{ messages[0].content }}", messages[1:]) == "whyc"
+
+
 ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
 
 

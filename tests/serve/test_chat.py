@@ -430,6 +430,24 @@ def test_harmony_is_read_without_tools_too(scripted: Start):
         assert out.choices[0].finish_reason == "stop"
 
 
+def test_harmonys_answer_goes_back_whole(scripted: Start):
+    template = (
+        "{{ tools }}<|channel|><|message|>{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}"
+        "{% endif %}{{ m.content or m.thinking }};{% endfor %}<go>"
+    )
+    model, client, _ = scripted(template)
+    begin = "<|end|><|start|>assistant<|channel|>commentary"
+    call = f"{begin} to=functions.get_weather <|constrain|>json<|message|>{{}}<|call|>"
+    model.says(f"<|channel|>analysis<|message|>Hm.{begin}<|message|>I look.{call}")
+    ask: Any = {"model": "tiny", "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+    (choice,) = client.chat.completions.create(messages=QUESTION, **ask).choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}
+    out = client.chat.completions.create(messages=[*QUESTION, choice.message, result], **ask)
+    assert model.tokenizer.decode(out.prompt_token_ids).endswith("weather?;Hm.\n\nI look.;rain;")
+
+
 def test_harmony_goes_on_in_a_message_that_is_continued(scripted: Start):
     template = "{% for m in messages %}<go><|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
     model, client, _ = scripted(template)
