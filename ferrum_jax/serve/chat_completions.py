@@ -78,6 +78,11 @@ def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
     return found if found is not None and (body.may_call or found.is_always_on) else None
 
 
+def _is_parallel(service: Service, body: ChatBody) -> bool:
+    """Whether an answer may have several calls; not if the template would refuse them in the next turn."""
+    return body.parallel_tool_calls is not False and service.has_parallel_calls
+
+
 def _group(
     service: Service, body: ChatBody, tool_format: ToolFormat | None, adapter: ActiveLoraAdapter | None
 ) -> list[Request]:
@@ -95,7 +100,7 @@ def _group(
             tools,
             tokenizer_of(service.llm),
             is_forced=bool(body.forced_tools),
-            several=not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False,
+            several=not isinstance(body.tool_choice, NamedTool) and _is_parallel(service, body),
         )
         params = replace(params, structured=form)
     elif params.structured is not None and tool_format is FORMATS["gpt_oss"] and not body.continue_final_message:
@@ -134,7 +139,7 @@ class _Reader:
                 events += self._parser.finish()
         reason, told = piece.finish_reason, []
         for event in events:
-            if isinstance(event, CallBegin) and self._parsed.calls and self._body.parallel_tool_calls is False:
+            if isinstance(event, CallBegin) and self._parsed.calls and not _is_parallel(self._service, self._body):
                 reason = "stop"
                 sent = self.choice.num_taken - len(piece.tokens) if self._body.stream else 0
                 self._answers.cut(self.choice, max(sent, self._count_to_second_call()))

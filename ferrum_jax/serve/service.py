@@ -59,6 +59,7 @@ class Service:
         files = None if settings.generation_config == "none" else llm.tokenizer
         self.sampling_defaults = {"temperature": 1.0} | dict({} if files is None else files.recommended)
         self.tool_format = choose_format(settings.tool_parser, template)
+        self.has_parallel_calls = "single tool-calls at once" not in (template or "")  # Llama 3's refuses several
         self.admission = Admission(llm.engine.scheduler.max_rows, settings.max_waiting)
         self.vocabulary = TokenBytes(llm.tokenizer)
         self.metrics = Metrics(self.name)

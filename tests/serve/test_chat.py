@@ -12,7 +12,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.generate.tokenizer import Tokenizer
-from ferrum_jax.serve import prompting
+from ferrum_jax.serve import chat_completions, prompting
 from ferrum_jax.serve.chat_schema import Message, ToolCall
 from ferrum_jax.serve.server import Server
 from tests.serve.conftest import async_client
@@ -345,6 +345,40 @@ def test_calls_are_told_whole_and_in_parts(scripted: Start):
     assert hidden.choices[0].finish_reason == "stop"
     shown: Any = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})
     assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
+
+
+def test_an_answer_has_one_call_where_the_template_refuses_several(scripted: Start):
+    refuses = "This model only supports single tool-calls at once!"
+    model, client, _ = scripted(
+        "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}"
+        f"{{{{ raise_exception('{refuses}') }}}}{{% endfor %}}" + TOOL_TEMPLATE
+    )
+    model.says(f"{CALLS}\n{CALLS}")
+    ask: Any = {"model": "tiny", "tools": TOOLS}
+    (choice,) = client.chat.completions.create(messages=QUESTION, **ask).choices
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+    chunks = client.chat.completions.create(messages=QUESTION, **ask, stream=True)
+    assert merged(chunks) == ("", [("get_weather", '{"city": "Bern"}')], "tool_calls")
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}
+    assert client.chat.completions.create(messages=[*QUESTION, choice.message, result], **ask).choices
+
+
+def test_the_grammar_of_calls_has_one_where_the_template_refuses_several(
+    scripted: Start, monkeypatch: pytest.MonkeyPatch
+):
+    given: list[bool] = []
+
+    def watched(*args: Any, several: bool, **more: Any) -> Any:
+        given.append(several)
+        return call_form(*args, several=several, **more)
+
+    call_form = chat_completions.call_form
+    monkeypatch.setattr(chat_completions, "call_form", watched)
+    for refusal in ("", "{# single tool-calls at once #}"):
+        _, client, _ = scripted(refusal + TOOL_TEMPLATE)
+        with pytest.raises(openai.BadRequestError, match="structured output with this tokenizer"):
+            client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS, tool_choice="required")
+    assert given == [True, False]
 
 
 def test_a_call_that_the_end_cuts_off_is_no_call_to_follow(scripted: Start):
