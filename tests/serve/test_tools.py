@@ -96,6 +96,10 @@ def test_harmonys_channels_are_told_apart():
     assert parse("gpt_oss", f"<|start|>assistant {twice}") == Parsed(calls=[Call("f", "{}")])
     by_role = " to=functions.f<|channel|>commentary json<|message|><|call|>"
     assert parse("gpt_oss", by_role) == Parsed(calls=[Call("f", "{}")])
+    for mark in ("<|channel|>", "<|constrain|>", "<|end|>"):  # a mark ends the name
+        text = f"commentary to=functions.f{mark}json<|message|>{{}}<|call|>"
+        assert parse("gpt_oss", f"<|channel|>{text}") == Parsed(calls=[Call("f", "{}")])
+        assert parse("gpt_oss", f" to=functions.f{mark}<|channel|>{text}") == Parsed(calls=[Call("f", "{}")])
 
 
 def test_marks_inside_a_string_of_harmonys_arguments_are_text():

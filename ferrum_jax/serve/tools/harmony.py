@@ -4,6 +4,7 @@ The channel `final` is for the user and `analysis` for the model's reasoning; a 
 one to anybody else is not.
 """
 
+import re
 from collections.abc import Collection
 
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, ToolParser, joined, settled
@@ -13,6 +14,7 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CONSTRAIN = "<|end|>", "<|constrain|>"
 ENDS = (END, "<|call|>", "<|return|>")
 _MARKS = (START, CHANNEL, MESSAGE, *ENDS)
+_SPACE = re.compile("|".join([r"\s+", *map(re.escape, (CHANNEL, CONSTRAIN, *ENDS))]))  # between a header's words
 _FUNCTIONS = "functions."
 
 
@@ -56,9 +58,9 @@ class HarmonyMessages(ToolParser):
         if not self._buffer.endswith(MESSAGE):
             return []
         role, _, rest = self._buffer.removesuffix(MESSAGE).rpartition(START)[-1].partition(CHANNEL)
-        words = rest.replace(CONSTRAIN, " ").split()
+        before, words = _SPACE.split(role), list(filter(None, _SPACE.split(rest)))
         self._channel = words[0] if words else "final"
-        sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
+        sent = [word.removeprefix("to=") for word in (*before, *words) if word.startswith("to=")]
         names = [one.removeprefix(_FUNCTIONS) for one in sent if one.startswith(_FUNCTIONS) and self._may_call]
         self._recipient = next(filter(None, names), "")
         self._buffer, self._in_body, self._has_arguments, self._object = "", True, False, None
