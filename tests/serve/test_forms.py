@@ -247,6 +247,8 @@ def test_a_form_is_that_of_gpt_oss_final_message():
         (Structured(json=DAYS), '{"days": 3}', '{"days": 30}'),
         (Structured(json_object=True), '{"a": [1]}', "[1]"),
         (Structured(regex=r"a/b|c\/d"), "c/d", "cd"),
+        (Structured(regex="a\nb|c\\\nd"), "c\nd", "cd"),
+        (Structured(regex="(?x) a  b  # and no more"), "ab", "a  b"),
         (Structured(choice=["a b", 'say "a"']), 'say "a"', "a"),
     ]
     for form, right, wrong in forms:
@@ -264,6 +266,10 @@ def test_a_form_is_that_of_gpt_oss_final_message():
     assert final_form(own, by) is own
     with pytest.raises(RequestValidationError, match="cannot be read"):
         final_form(Structured(json="{"), by)
+    for flags in ("(?x)", "(?ix: b)"):
+        with pytest.raises(RequestValidationError, match="write it in one line"):
+            final_form(Structured(regex=f"{flags} a # b\n c"), by)
+    assert lets(by, final_form(Structured(regex="\\(?x\n"), by), by.encode(f"{final}(x\n", add_special_tokens=False))
 
 
 def test_llama_may_begin_a_call_with_its_tag():

@@ -17,7 +17,8 @@ from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _UNESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)  # in a regular expression, also what is escaped already
-_ESCAPES = {"/": r"\/", "\n": r"\n"}  # between slashes
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # between slashes
+_SPACED = re.compile(r"\(\?[a-zA-Z]*x")  # turns on the flag by which spaces and comments count for nothing
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -65,7 +66,8 @@ def final_form(form: Structured, tokenizer: Tokenizer) -> Structured:
     A grammar of the client's is returned as it is, and is that of the whole answer.
 
     Raises:
-        RequestValidationError: a JSON schema has references that cannot be followed, or is no JSON.
+        RequestValidationError: a JSON schema has references that cannot be followed, or is no JSON; or a regular
+            expression with the flag x has several lines.
     """
     kind, text = form.definition
     match kind:
@@ -78,6 +80,9 @@ def final_form(form: Structured, tokenizer: Tokenizer) -> Structured:
         case "choice":
             answer = " | ".join(map(json.dumps, json.loads(text)))
         case "regex":
+            bare = _UNESCAPED.sub(lambda found: found[0] if found[0] == "\n" else "", text)
+            if "\n" in bare and _SPACED.search(bare):
+                raise RequestValidationError("a regex with the flag x has ends of lines: write it in one line")
             answer = f"/{_UNESCAPED.sub(lambda found: _ESCAPES.get(found[0], found[0]), text)}/"
         case _:
             return form
