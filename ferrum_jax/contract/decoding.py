@@ -125,11 +125,12 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        check_setting("temperature", self, lambda x: is_real(x) and 0 <= x <= _MOST, "a number of at least 0")
+        check_setting("temperature", self, lambda x: is_real(x) and 0 <= x <= _MOST, "a number from 0 to 3.4e38")
         check_setting("top_k", self, lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
         check_setting("top_p", self, lambda x: is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
         check_setting("min_p", self, lambda x: is_real(x) and 0 <= x <= 1, "from 0 to 1")
-        check_setting("repetition_penalty", self, lambda x: is_real(x) and _LEAST <= x <= _MOST, "a positive number")
+        expected = "a positive number of at most 3.4e38"
+        check_setting("repetition_penalty", self, lambda x: is_real(x) and _LEAST <= x <= _MOST, expected)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ MAX_ARGUMENTS = 1 << 20  # characters of one call
 MAX_TEMPLATE_VARIABLES = 128
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
+    "prompt_cache_options",
 )  # fmt: skip
 """OpenAI's fields that are refused unless null."""
 
@@ -191,7 +192,7 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs go with logprobs=true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:

@@ -60,8 +60,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is added either way.")
 
 

@@ -221,6 +221,8 @@ def told_whole(choice: Any) -> tuple[str, list[float]]:
         ({"tools": TOOLS}, "tools", "--tool-parser"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"temperature": 1e300}, None, "temperature is 1e+300, expected a number from 0 to 3.4e38"),
+        ({"repetition_penalty": 1e300}, None, "expected a positive number of at most 3.4e38"),
         ({"max_completion_tokens": 5}, "max_tokens", "give one"),
         ({"max_tokens": 0}, "max_tokens", ""),
         ({"reasoning_effort": "high"}, "reasoning_effort", "knows no reasoning_effort"),
@@ -235,7 +237,9 @@ def told_whole(choice: Any) -> tuple[str, list[float]]:
         ({"echo": True}, "echo", ""),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_a_400_that_names_the_field(http: httpx.Client, wrong: dict[str, Any], param: str, says: str):
+def test_what_cannot_be_is_a_400_that_names_the_field(
+    http: httpx.Client, wrong: dict[str, Any], param: str | None, says: str
+):
     found = http.post("/v1/chat/completions", json=ASK | wrong)
     assert found.status_code == 400, found.text
     assert found.json()["error"]["param"] == param
@@ -255,11 +259,18 @@ def test_what_clients_send_and_copy_is_accepted(client: Any, llm: LLM):
         "id": "chatcmpl-1",
     }
     more = {"functions": None, "modalities": ["text"], "tools": [], "response_format": {"type": "text"}, "user": "x",
-            "verbosity": None, "service_tier": "default", "parallel_tool_calls": True}  # fmt: skip
+            "verbosity": None, "prompt_cache_options": None, "top_logprobs": 0,
+            "service_tier": "default", "parallel_tool_calls": True}  # fmt: skip
     out = client.chat.completions.create(**ASK | {"messages": [HI[1], answer, HI[1]]}, extra_body=more)
     assert out.choices[0].message.content == reference(
         llm, "user:hello<end>assistant:hi<end>user:hello<end>assistant:<go>"
     )
+
+
+def test_options_of_a_stream_may_be_null(client: Any):
+    options = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
+    chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options=options))
+    assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
 
 
 def test_unknown_fields_of_messages_do_not_reach_the_template():
