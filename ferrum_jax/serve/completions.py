@@ -33,9 +33,9 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
         writers = [_Writer(service, body, choice, body.prompts[choice.index // n]) for choice in answers.choices]
         if not body.stream:
             while not answers.is_over:
-                await answers.next()
-            for choice in answers.choices:
-                service.count_answer(choice, str(choice.request.finish_reason))
+                for piece in await answers.next():
+                    if piece.finish_reason is not None:
+                        service.count_answer(piece.choice, piece.finish_reason)
             usage = answers.usage()
             note(http, completion_tokens=usage["completion_tokens"])
 

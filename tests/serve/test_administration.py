@@ -495,6 +495,28 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
     assert not any(one.startswith(("vllm", "ferrum")) for one in others)  # the registry is the server's own
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_ended_counts_though_the_request_runs_out_of_time(
+    is_stream: bool, scripted: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model, _, server = scripted()
+    model.says("a")
+    decode = model.decode
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return decode(*args)
+
+    monkeypatch.setattr(model, "decode", slow)
+    prompts = [model.tokenizer.encode("<go>a"), model.tokenizer.encode("never ends")]
+    ask = {"prompt": prompts, "max_tokens": 1000, "max_time": 1.0, "stream": is_stream}
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        found = http.post("/v1/completions", json=ask)
+        assert "deadline_exceeded" in found.text
+        told = figures(http)
+    assert (told["vllm:request_success_total,stop"], told["vllm:request_success_total,abort"]) == (1, 1)
+
+
 def test_times_count_from_when_a_request_came(serve: Any, llm: LLM):
     server = serve(llm, trainer_endpoints=True)
     with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
