@@ -36,6 +36,8 @@ _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\s?\]?\s{0,3}(is\s{1,3}(not\s
 # As a role, not as the type of a call.
 _HAS_FUNCTION_ROLE = re.compile(r"""role\b[^%}]{0,200}['"]function['"]""")
 _ONE_TEXT_BESIDE_CALLS = "Cannot pass both content and thinking"  # GPT-OSS's template refuses both
+_CONTENT = re.compile(r"""['".]content\b['"]?\]?(\[0\])?""")  # a use of it, perhaps of its first part
+_LOOP_OVER = re.compile(r"""\bfor\s+\w+\s+in\s+\w+\[?$""")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
@@ -61,7 +63,7 @@ def render_chat(
             templates fail there or write "None". Beside calls, a template that asks `content is none` has it. Unlike
             in transformers, newer and older roles get the name that the template knows: `developer` becomes `system`,
             `function` becomes `tool`; and content beside calls joins the reasoning for GPT-OSS, whose template shows
-            one of them, and refuses both.
+            one of them, and refuses both. A template that only loops over content gets a text as one part.
         add_generation_prompt: end with the header of the assistant's answer.
         continue_final_message: end with the content of the last message, so that the answer continues it. Text of the
             template after it is left out, and so are spaces at its end if the template trims them.
@@ -85,6 +87,10 @@ def render_chat(
         if not copied or not isinstance(copied[-1].get("content"), str):
             raise RequestValidationError("continue_final_message needs a last message whose content is text")
         copied[-1]["content"] += _MARK
+    if _reads_only_parts(template):
+        for message in copied:
+            if isinstance(text := message.get("content"), str):
+                message["content"] = [{"type": "text", "text": text}]
     variables |= {
         "messages": copied,
         "tools": None if tools is None else _copy_tools(tools),
@@ -202,6 +208,19 @@ def _fit(messages: list[dict[str, Any]], template: str) -> None:
             message.setdefault("content", None)
         if _ONE_TEXT_BESIDE_CALLS in template and "tool_calls" in message:
             _join_content(message)
+
+
+def _reads_only_parts(template: str) -> bool:
+    """Whether a template only loops over the parts of contents, so that it would leave out a content that is a text."""
+    uses = list(_CONTENT.finditer(template))
+    loops = [_LOOP_OVER.search(template[max(0, use.start() - 80) : use.start()]) is not None for use in uses]
+    reads_parts = all(is_loop or use[1] for is_loop, use in zip(loops, uses, strict=True))
+    return (
+        any(loops)
+        and reads_parts
+        and "is string" not in template
+        and re.search(r"""['".]text\b""", template) is not None
+    )
 
 
 def _join_content(message: dict[str, Any]) -> None:

@@ -102,6 +102,31 @@ def test_content_beside_calls_joins_the_reasoning_where_a_template_refuses_both(
     assert render_chat("{{ messages[0].thinking }}{{ messages[0].content }}", messages[1:]) == "whyc"
 
 
+PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (PARTS, "Hello"),
+        ("{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}", "Hello"),
+        ('{% for p in m["content"] | selectattr("type", "equalto", "text") %}{{ p.text }}{% endfor %}', "Hello"),
+        ("{{ m['content'][0]['type'] }}:" + PARTS, "text:Hello"),
+        ("{{ m.content }}", "Hello"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}", "Hello"),
+        ("{% if m.content is not iterable %}" + PARTS + "{% else %}{{ m.content }}{% endif %}", "Hello"),
+        ("{% set content = m['content'] %}{{ content }}" + PARTS, "Hello"),
+        ("{{ m.get('content') }}" + PARTS, "Hello"),
+        ("{% for letter in m.content %}{{ letter }}{% endfor %}", "Hello"),
+    ],
+)
+def test_a_text_is_one_part_where_a_template_only_loops_over_parts(template: str, shown: str):
+    template = "{% for m in messages %}" + template + "{% endfor %}"
+    assert render_chat(template, HELLO) == shown
+    continued = render_chat(template, HELLO, continue_final_message=True, add_generation_prompt=False)
+    assert continued == shown
+
+
 ROLES = "{% for m in messages %}{{ m.role }} {% endfor %}"
 
 
