@@ -7,6 +7,7 @@ with limits of time, memory and output.
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -198,10 +199,7 @@ def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _fit(messages: list[dict[str, Any]], template: str) -> None:
     """Changes messages to what a template reads, by what its source says."""
-    asks_for_none = _ASKS_FOR_NONE.search(template) is not None
-    roles = {} if "developer" in template else {"developer": "system"}
-    if ("'tool'" in template or '"tool"' in template) and _HAS_FUNCTION_ROLE.search(template) is None:
-        roles["function"] = "tool"
+    asks_for_none, roles = _ASKS_FOR_NONE.search(template) is not None, _roles_for(template)
     for message in messages:
         message["role"] = roles.get(message["role"], message["role"])
         if asks_for_none and "tool_calls" in message:
@@ -210,6 +208,16 @@ def _fit(messages: list[dict[str, Any]], template: str) -> None:
             _join_content(message)
 
 
+@functools.lru_cache(maxsize=16)
+def _roles_for(template: str) -> dict[str, str]:
+    """Names of roles that a template knows, by those that it does not."""
+    roles = {} if "developer" in template else {"developer": "system"}
+    if ("'tool'" in template or '"tool"' in template) and _HAS_FUNCTION_ROLE.search(template) is None:
+        roles["function"] = "tool"
+    return roles
+
+
+@functools.lru_cache(maxsize=16)
 def _reads_only_parts(template: str) -> bool:
     """Whether a template only loops over the parts of contents, so that it would leave out a content that is a text."""
     uses = list(_CONTENT.finditer(template))
