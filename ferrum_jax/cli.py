@@ -320,7 +320,7 @@ def compile_steps(
         llm.warmup()
         sizes, seconds = store.listed(), time.perf_counter() - started
     if store.num_unwritten:
-        raise IOError(f"{store.num_unwritten} compiled calls could not be written to {root}: a warning says why")
+        raise IOError(f"{store.num_unwritten} compiled calls could not be kept in {root}: a warning says why")
     if not sizes:
         raise BackendError(f"no compiled step could be stored in {root}: a warning says why")
     new, size = store.num_saved, sum(sizes.values()) / 1e6

@@ -454,4 +454,4 @@ def test_compile_fails_where_there_is_no_place_for_a_step(
     monkeypatch.setattr(PrivateFolder, "write", full)
     monkeypatch.setattr(LLM, "warmup", lambda llm: llm.prepare([1, 2], SamplingParams(max_tokens=2)))  # fewer steps
     options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "8", "--folder", tmp_path / "kept")
-    refused(run(*options), "IO", "compiled calls could not be written to", str(tmp_path / "kept"))
+    refused(run(*options), "IO", "compiled calls could not be kept in", str(tmp_path / "kept"))

@@ -166,7 +166,8 @@ class Artifacts:
         """Warns once of a step that comes from JAX's compilation cache, which cannot be kept."""
         self._warn(
             "steps that JAX's compilation cache has cannot be kept, every start traces them again: unset "
-            "JAX_COMPILATION_CACHE_DIR (jax_compilation_cache_dir) for one start"
+            "JAX_COMPILATION_CACHE_DIR (jax_compilation_cache_dir) for one start, unless this backend's steps cannot "
+            "be kept at all"
         )
         with self._lock:
             self.num_unwritten += 1

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ from ferrum_jax.contract.errors import BackendError
 _log = logging.getLogger(__name__)
 Key = Any  # hashable; its repr names what is kept on disk
 Together = Callable[..., contextlib.AbstractContextManager[None]]  # takes keys and, as keywords, how they are built
+RETRY_SECONDS = 10.0  # before a step that did not compile is tried again
 MOST_THREADS = 16  # that compile at once; each may take gigabytes
 
 
@@ -50,6 +51,7 @@ class ProgramCache:
         self._compile_seconds: dict[Key, float] = {}
         self._load_seconds: dict[Key, float] = {}  # to find and to load it
         self._memory: dict[Key, dict[str, int]] = {}  # bytes, of what was loaded or asked for
+        self._failures: dict[Key, tuple[float, BackendError]] = {}  # when a step did not compile, and why
         self._warm = False
         self._compiled_late = 0
 
@@ -63,7 +65,7 @@ class ProgramCache:
         if found is not None:
             return found
         self._check_declared(key)
-        with self._together([key]):
+        with self._as_one([key]):
             return self._build(key, late=self._warm)
 
     def warmup(
@@ -78,6 +80,7 @@ class ProgramCache:
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
         compiled = len(self._compile_seconds)
+        self._failures.clear()
         with self._together(missing, is_warmup=True, load=load):
             self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
@@ -95,8 +98,20 @@ class ProgramCache:
         for key in missing:
             self._check_declared(key)
         if missing:
-            with self._together(missing):
+            with self._as_one(missing):
                 self._do_all(missing, functools.partial(self._build, late=self._warm))
+
+    @contextlib.contextmanager
+    def _as_one(self, missing: list[Key]) -> Iterator[None]:
+        """Builds steps within in all processes or in none: where one fails, the next call asks all of them again."""
+        try:
+            with self._together(missing):
+                yield
+        except BaseException:
+            with self._lock:
+                for key in missing:
+                    self._steps.pop(key, None)
+            raise
 
     def _do_all(
         self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None
@@ -178,10 +193,15 @@ class ProgramCache:
         if late:
             _log.warning("compiling step %s after warmup: declare it in the buckets", key)
         started = time.perf_counter()
+        since, problem = self._failures.get(key, (-RETRY_SECONDS, None))
+        if problem is not None and started - since < RETRY_SECONDS:  # a caller may ask again at every token
+            raise BackendError(str(problem)) from problem
         try:
             built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts, self._options)
         except jax.errors.JaxRuntimeError as problem:
-            raise BackendError(f"step {key} does not compile: {problem}") from problem
+            failure = BackendError(f"step {key} does not compile: {problem}")
+            self._failures[key] = time.perf_counter(), failure
+            raise failure from problem
         with self._lock:
             self._compiled_late += late
             self._compile_seconds.setdefault(key, time.perf_counter() - started)

@@ -226,7 +226,7 @@ def _reads_only_parts(template: str) -> bool:
     return (
         any(loops)
         and reads_parts
-        and "is string" not in template
+        and not any(whole in template for whole in ("is string", "tojson", ".items"))  # nor prints whole messages
         and re.search(r"""['".]text\b""", template) is not None
     )
 

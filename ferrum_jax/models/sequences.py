@@ -445,9 +445,9 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
 
     Raises:
         InvalidParameterError: the states are no numbers, or have another width than the model's; `cfg` is no
-            `ModelConfig`, or the parameters are not this model's.
+            `ModelConfig`.
     """
-    check_shapes(params, cfg)
+    check_model_config(cfg)
     x = as_numbers("x", x)
     if not x.ndim or x.shape[-1] != cfg.hidden_size:
         raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")

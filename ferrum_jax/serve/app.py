@@ -216,10 +216,8 @@ async def pause(service: Service, http: HttpRequest) -> Response:
         service.admission.close()
         ended = asyncio.ensure_future(service.admission.pause())
         while not ended.done():  # a begun request joins `live` only when its prompt is tokenised
-            running = [choice.request for answers in service.live for choice in answers.choices]
-            await asyncio.to_thread(
-                service.llm.engine.end, running, Request.interrupt
-            )  # all between the same two steps
+            if running := [choice.request for answers in service.live for choice in answers.choices]:
+                await asyncio.to_thread(service.llm.engine.end, running, Request.interrupt)
             await asyncio.wait({ended}, timeout=0.05)
     else:
         await service.admission.pause()

@@ -81,15 +81,16 @@ class Service:
         self._pool = ThreadPoolExecutor(2, "serve")
         self._slow = ThreadPoolExecutor(2, "serve-slow")
         self._administration = ThreadPoolExecutor(2, "serve-administration")
+        self._is_closed = False
         self._updating = asyncio.Lock()
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
         """Ends the threads of `run`, and unloads the adapters.
 
-        It does not wait for an adapter or checkpoint that is being read, which nobody needs: that thread touches the
-        model only under its lock, and is refused once it is closed.
+        It does not wait for an adapter or checkpoint that is being read, which nobody needs: it is not served.
         """
+        self._is_closed = True
         self._administration.shutdown(wait=False, cancel_futures=True)
         for pool in (self._pool, self._slow):
             pool.shutdown(cancel_futures=True)
@@ -186,6 +187,8 @@ class Service:
     @_usable("lora_path")
     def _load(self, name: str, path: str) -> None:
         self.llm.runner.load_lora(name, path)
+        if self._is_closed:  # meanwhile: nobody knows the adapter
+            self.llm.runner.unload_lora(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter once the requests with it have ended; raises a 404 if it is not loaded."""

@@ -1,8 +1,10 @@
 """The program cache, with toy computations."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,47 @@ def test_what_the_compiler_refuses_is_a_backend_error_that_names_the_step():
 
     with pytest.raises(BackendError, match=f"{SMALL} does not compile: RESOURCE_EXHAUSTED: injected"):
         ProgramCache(refuse).get(SMALL)
+
+
+def test_what_did_not_compile_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def refuse(key: StepKey) -> jax.stages.Lowered:
+        asked.append(key)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    cache = ProgramCache(refuse)
+    for _ in range(3):
+        with pytest.raises(BackendError, match="does not compile: RESOURCE_EXHAUSTED: injected"):
+            cache.get(SMALL)
+    assert asked == [SMALL]
+    for count, try_again in enumerate((lambda: cache.get(SMALL), lambda: cache.warmup([SMALL])), 2):
+        monkeypatch.setattr("ferrum_jax.compile.program_cache.RETRY_SECONDS", 60.0 if count == 3 else 0.0)
+        with pytest.raises(BackendError, match="injected"):
+            try_again()
+        assert len(asked) == count
+
+
+def test_a_step_that_another_process_cannot_build_is_built_again_by_all(lowering: Lowering):
+    asked, failing = [], [True]
+
+    @contextlib.contextmanager
+    def together(keys: list[StepKey], **_: Any) -> Iterator[None]:
+        asked.append(keys)
+        yield
+        if failing[0]:
+            raise BackendError("process 1 of 2: it does not compile")
+
+    cache = ProgramCache(lowering, together=together)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="process 1"):
+            cache.get(SMALL)
+        with pytest.raises(BackendError, match="process 1"):
+            cache.ensure([SMALL, LARGE])
+    failing[0] = False
+    cache.ensure([SMALL, LARGE])
+    cache.get(SMALL)
+    assert asked == [[SMALL], [SMALL, LARGE], [SMALL], [SMALL, LARGE], [SMALL, LARGE]]
 
 
 def test_every_step_is_compiled_with_the_options_of_the_cache():

@@ -115,6 +115,16 @@ def test_a_stop_id_ends_the_answer():
     assert (past.finish_reason, past.stop_reason) == ("length", None)
 
 
+def test_a_stop_text_that_a_stop_id_completes_is_the_reason():
+    llm, model = counting()
+    first = answer(model, [1], 3)[-1]
+    out = llm.generate(
+        [[1]], SamplingParams(stop_token_ids=[first], stop=(text_of([first]),), include_stop_str_in_output=True)
+    )[0]
+    assert out.token_ids[-1] == first
+    assert (out.finish_reason, out.stop_reason) == ("stop", text_of([first]))
+
+
 def test_a_stop_text_ends_the_answer_before_itself():
     llm, model = counting()
     whole = text_of(answer(model, [1], 20))

@@ -413,7 +413,7 @@ def test_a_pause_ends_what_has_not_all_its_scores_yet(
         asked.append(pool.submit(complete, trainer, **scored))  # three, for two rows
         until(lambda: len(server.service.live) == 3)
         paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
-        until(lambda: len(messages) == 4)  # three requests and their end
+        until(lambda: len(messages) >= 4)  # three requests and their end
         gate.set()
         for answer in asked:
             found = answer.result()
@@ -504,12 +504,12 @@ def test_an_answer_that_ended_counts_though_the_request_runs_out_of_time(
     decode = model.decode
 
     def slow(*args: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.1)
         return decode(*args)
 
     monkeypatch.setattr(model, "decode", slow)
     prompts = [model.tokenizer.encode("<go>a"), model.tokenizer.encode("never ends")]
-    ask = {"prompt": prompts, "max_tokens": 1000, "max_time": 1.0, "stream": is_stream}
+    ask = {"prompt": prompts, "max_tokens": 1000, "max_time": 3.0, "stream": is_stream}
     with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
         found = http.post("/v1/completions", json=ask)
         assert "deadline_exceeded" in found.text

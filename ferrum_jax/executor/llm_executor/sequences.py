@@ -68,7 +68,7 @@ class TrackedSequences:
         self.lacks_unified = False  # the model's unified forward was Unsupported, adapters aside
         self._live: dict[str, TrackedSequence] = {}
         self.is_runner = isinstance(model, ModelRunner)
-        self._tells_lengths = self.is_runner  # its `kv_len` has told one, so that None is an unknown id
+        self._tells_lengths = overrides(model, "kv_len")  # until it says None of a sequence that has tokens
         self._numbers: _Numbers = {"cache": itertools.count(), "forward": itertools.count()}
         if not self.is_runner:
             with contextlib.suppress(TypeError):  # a model may have no hash
@@ -134,7 +134,7 @@ class TrackedSequences:
             return None
         length = self.model.kv_len(cache_id)
         if length is not None:
-            length, self._tells_lengths = check_length(self.model, "kv_len", length), True
+            length = check_length(self.model, "kv_len", length)
             sequence.version += sequence.length != length
             if length < sequence.length:  # by direct calls: its reservation is gone, it may be a new sequence
                 sequence.reserved, sequence.adapter, sequence.knows_adapter = 0, None, False
@@ -173,7 +173,7 @@ class TrackedSequences:
         sequence.length += num_tokens
         sequence.version += 1
         sequence.is_known = sequence.is_known or self.model.kv_len(sequence.cache_id) is not None
-        self._tells_lengths |= sequence.is_known
+        self._tells_lengths &= sequence.is_known
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence; an unknown id is no error."""
@@ -350,6 +350,7 @@ class UndoLog:
                 if was_extended and entry.reserved > length:  # the truncation has freed the reserved blocks
                     again = KvSlotRequest(cache_id=sequence.cache_id, target_len=entry.reserved)
                     self.table.model.reserve_kv_slots([again])
+                if was_extended:
                     sequence.reserved = entry.reserved
             except UnsupportedError:
                 if sequence.length != length:

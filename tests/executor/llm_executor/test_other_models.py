@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor
-from ferrum_jax.contract import ExecutorState, FullLogits, GreedyArgmax, KvSlotRequest
+from ferrum_jax.contract import ActiveLoraAdapter, ExecutorState, FullLogits, GreedyArgmax, KvSlotRequest
 from ferrum_jax.contract.errors import (
     ModelError,
     RequestValidationError,
@@ -248,6 +248,8 @@ class Silent(CountingLLM):
 def test_a_sequence_that_a_failed_call_began_is_released_where_the_model_tells_no_lengths():
     model = Silent()
     executor = LlmExecutor(model)
+    run(executor.prefill(prompt([7])))  # which shows that it tells none
+    executor.release_cache("llm-cache-0")
     model.is_failing = True
     with pytest.raises(ModelError):
         run(executor.unified_decode(batch(item("x", [1, 2, 3], 0))))
@@ -255,6 +257,16 @@ def test_a_sequence_that_a_failed_call_began_is_released_where_the_model_tells_n
     model.is_failing = False
     (row,) = run(executor.unified_decode(batch(item("x", [1, 2, 3], 0))))
     assert np.argmax(row) == model.next_token(3, 2)
+
+
+def test_a_first_call_that_is_refused_keeps_what_its_caller_has_bound():
+    model = SummingLLM()
+    adapter = ActiveLoraAdapter(name="a", path="/a")
+    model.set_lora_adapter_for_cache("x", adapter)
+    model.failures["unified_forward"] = ResourceExhaustedError("no slot")
+    with pytest.raises(ResourceExhaustedError):
+        run(LlmExecutor(model).unified_decode(batch(item("x", [1, 2], 0))))
+    assert model.adapters == {"x": adapter}
 
 
 @pytest.mark.parametrize("kind", [CountingLLM, Silent])
