@@ -104,12 +104,14 @@ class ProgramCache:
     @contextlib.contextmanager
     def _as_one(self, missing: list[Key]) -> Iterator[None]:
         """Builds steps within in all processes or in none: where one fails, the next call asks all of them again."""
+        is_built = False
         try:
             with self._together(missing):
                 yield
+                is_built = True
         except BaseException:
             with self._lock:
-                for key in missing:
+                for key in missing if is_built else ():
                     self._steps.pop(key, None)
             raise
 

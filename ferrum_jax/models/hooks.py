@@ -233,8 +233,7 @@ def _layers(name: str, given: object, most: int) -> list[int]:
 def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple[Point, ...]:
     """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer that runs.
 
-    A single point counts as a list of one. Raises InvalidParameterError for a layer before `first_layer`,
-    which does not run.
+    A single point counts as a list of one. Raises InvalidParameterError for a layer before `first_layer`.
     """
     if isinstance(given, (tuple, str)) and _parse(given) is not None:
         given = [given]
@@ -255,7 +254,7 @@ def check_point(given: object, cfg: ModelConfig) -> Point:
 
     Raises:
         InvalidParameterError: it is neither a known name with a layer nor a name in TransformerLens's long form.
-        UnsupportedError: the model, or this layer of it, has no such point.
+        UnsupportedError: the model has no such point, or this layer has none; of all layers, those that have it count.
     """
     point = _parse(given)
     if point is None or point.name not in NAMES:
@@ -270,7 +269,11 @@ def check_point(given: object, cfg: ModelConfig) -> Point:
         raise UnsupportedError(
             f"{cfg.model_type!r} has no keys and values of heads, but latents: no point {point.name!r}"
         )
-    layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
+    return point if point.layer is None else _checked(point, [point.layer], cfg)
+
+
+def _checked(point: Point, layers: Iterable[int], cfg: ModelConfig) -> Point:
+    """Returns a point; raises UnsupportedError if none of some layers has it."""
     if not any(_has(Point(point.name, layer), cfg) for layer in layers):
         kind = "a mixture of experts" if point.name in _DENSE else "no mixture of experts"
         which = "every layer" if point.layer is None else f"layer {point.layer}"
@@ -311,7 +314,7 @@ def check_interventions(given: object, cfg: ModelConfig, first_layer: int = 0) -
         raise InvalidParameterError(f"interventions are {safe_repr(given)}, expected a mapping from hook points")
     checked: dict[Point, Intervention] = {}
     for at, intervention in given.items():
-        point = check_point(at, cfg)
+        point = _checked(check_point(at, cfg), range(cfg.num_hidden_layers), cfg)
         if isinstance(intervention, Edit):
             intervention = Edit(*(_numbers(point, name, getattr(intervention, name)) for name in ("scale", "add")))
             points = [point] if point.layer is None else check_points([point], cfg, first_layer)
