@@ -162,8 +162,8 @@ class Artifacts:
             self.num_saved += 1
         return artifact
 
-    def pass_over(self) -> None:
-        """Warns once of a step that comes from JAX's compilation cache, which cannot be kept."""
+    def warn_of_cached(self) -> None:
+        """Counts a step that comes from JAX's compilation cache, which cannot be kept, and warns once."""
         self._warn(
             "steps that JAX's compilation cache has cannot be kept, every start traces them again: unset "
             "JAX_COMPILATION_CACHE_DIR (jax_compilation_cache_dir) for one start, unless this backend's steps cannot "
@@ -263,8 +263,11 @@ def compile_and_save(
     executable = lower().compile(compiler_options=dict[str, Any](options) if options else None)
     if artifacts is None:
         return executable, None
+    if _HITS.count() == hits:
+        return executable, artifacts.save(name, executable)
     # An executable from JAX's persistent cache serialises without its functions, and fails when it is called.
-    return executable, artifacts.save(name, executable) if _HITS.count() == hits else artifacts.pass_over()
+    artifacts.warn_of_cached()
+    return executable, None
 
 
 def clear(root: Path) -> int:

@@ -91,6 +91,7 @@ class ProgramCache:
         """Forgets every executable."""
         with self._lock:
             self._steps, self._held, self._memory, self._compile_seconds, self._load_seconds = {}, {}, {}, {}, {}
+        self._failures.clear()  # there may be more memory now
 
     def ensure(self, keys: Iterable[Key]) -> None:
         """Makes the given steps ready, several at a time; raises as `get` does."""

@@ -236,9 +236,9 @@ class TrackedSequences:
         own = check_kind(self.model, "cache_metrics_snapshot", counters.get("decode_batch"), Mapping) or {}
         batches = {"schema_version": 1, **own}
         for name in ("unsupported_fallback_calls", "lora_fallback_calls"):
-            batches[name] = (check_kind(self.model, "cache_metrics_snapshot", own.get(name), int) or 0) + getattr(
-                self, name
-            )
+            count = own.get(name)
+            told = 0 if count is None else check_length(self.model, "cache_metrics_snapshot", count)
+            batches[name] = told + getattr(self, name)
         lock = {
             "schema_version": 1,
             "samples": self._num_waits,

@@ -322,8 +322,9 @@ def test_counters_that_are_none_are_an_error_of_the_model(own: Any):
     model.cache_metrics_snapshot = lambda: {"decode_batch": own}
     with pytest.raises(ModelError, match="cache_metrics_snapshot returned"):
         LlmExecutor(model).cache_metrics_snapshot()
-    model.cache_metrics_snapshot = lambda: {"decode_batch": {"lora_fallback_calls": None}}
-    assert LlmExecutor(model).cache_metrics_snapshot()["decode_batch"]["lora_fallback_calls"] == 0
+    for count, told in ((None, 0), (np.int64(3), 3)):
+        model.cache_metrics_snapshot = lambda count=count: {"decode_batch": {"lora_fallback_calls": count}}
+        assert LlmExecutor(model).cache_metrics_snapshot()["decode_batch"]["lora_fallback_calls"] == told
 
 
 def test_a_shutdown_ends_although_the_model_cannot_release():
