@@ -51,7 +51,7 @@ class ProgramCache:
         self._compile_seconds: dict[Key, float] = {}
         self._load_seconds: dict[Key, float] = {}  # to find and to load it
         self._memory: dict[Key, dict[str, int]] = {}  # bytes, of what was loaded or asked for
-        self._failures: dict[Key, tuple[float, BackendError]] = {}  # when a step did not compile, and why
+        self._failures: dict[Key, tuple[float, str]] = {}  # when a step did not compile, and why
         self._warm = False
         self._compiled_late = 0
 
@@ -196,15 +196,16 @@ class ProgramCache:
         if late:
             _log.warning("compiling step %s after warmup: declare it in the buckets", key)
         started = time.perf_counter()
-        since, problem = self._failures.get(key, (-RETRY_SECONDS, None))
-        if problem is not None and started - since < RETRY_SECONDS:  # a caller may ask again at every token
-            raise BackendError(str(problem)) from problem
+        since, told = self._failures.get(key, (-RETRY_SECONDS, ""))
+        if told and started - since < RETRY_SECONDS:  # a caller may ask again at every token
+            raise BackendError(told)
         try:
             built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts, self._options)
         except jax.errors.JaxRuntimeError as problem:
-            failure = BackendError(f"step {key} does not compile: {problem}")
-            self._failures[key] = time.perf_counter(), failure
-            raise failure from problem
+            told = f"step {key} does not compile: {problem}"
+            self._failures[key] = time.perf_counter(), told  # not the error, which keeps its callers' arrays alive
+            raise BackendError(told) from problem
+        self._failures.pop(key, None)
         with self._lock:
             self._compiled_late += late
             self._compile_seconds.setdefault(key, time.perf_counter() - started)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from ferrum_jax.contract.errors import (
     FerrumError,
     InvalidParameterError,
     RequestValidationError,
+    ResourceExhaustedError,
     UnsupportedError,
     safe_repr,
 )
@@ -54,6 +56,18 @@ def check_not_forked(noun: str, pid: int) -> None:
     """Raises UnsupportedError in a child of the process `pid`, where the object's threads and JAX's are missing."""
     if os.getpid() != pid:
         raise UnsupportedError(f"this {noun} was made before the process forked: make one in the child")
+
+
+def begun(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Starts the thread of a pool of one: later, a call that it could not be started for would wait and run after all.
+
+    Raises ResourceExhaustedError if the process may not have another thread.
+    """
+    try:
+        pool.submit(int)
+    except RuntimeError as problem:
+        raise ResourceExhaustedError(f"a thread cannot be started: {problem}") from problem
+    return pool
 
 
 _FORKED: "weakref.WeakKeyDictionary[Any, tuple[str, Callable[[], Any]]]" = weakref.WeakKeyDictionary()

@@ -103,11 +103,12 @@ class ReplicatedRunner(ModelRunner):
                     call = multi_step.plan(replica._pipeline, own, until_one_ends=until_one_ends)
                 calls.append((index, rows, call))
             found: list[Any] = [None] * len(checked)
-            for (_, rows, _), answers in zip(
-                calls, self._at_once([(one, call) for one, _, call in calls]), strict=True
-            ):
-                for row, answer in zip(rows, answers, strict=True):
-                    found[row] = answer
+            with self._router.changing(index for index, _, _ in calls):
+                for (_, rows, _), answers in zip(
+                    calls, self._at_once([(one, call) for one, _, call in calls]), strict=True
+                ):
+                    for row, answer in zip(rows, answers, strict=True):
+                        found[row] = answer
             return found
 
     def _at_once(self, calls: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
@@ -178,7 +179,8 @@ class ReplicatedRunner(ModelRunner):
                     planned.append((index, reservations.plan(replica._pipeline, own)))
             before = self.kv_slot_capacity_snapshot()
             try:
-                found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
+                with self._router.changing(index for index, _ in planned):
+                    found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
             finally:
                 self._router.settle_live(homes)
             by_id = {one.cache_id: one for part in found for one in part.allocations}

@@ -1,7 +1,7 @@
 """Places each sequence on a replica of a model, and divides batches among the replicas."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,14 +81,10 @@ class ReplicaRouter:
 
         def begin() -> PendingReplicas:
             steps = []
-            try:
+            with self.changing(index for index, _, _ in parts):
                 for index, rows, begin_part in parts:
                     with self.on(index):
                         steps.append((begin_part(), rows))
-            except BaseException:  # an interrupt, too: some replicas are ahead of what the caller knows
-                for index, _, _ in parts:
-                    self.replicas[index]._device.lose()
-                raise
             return PendingReplicas(self.life, steps, len(batch))
 
         return begin
@@ -107,6 +103,16 @@ class ReplicaRouter:
                 yield replica
         except ResourceExhaustedError as problem:
             problem.replica = index
+            raise
+
+    @contextlib.contextmanager
+    def changing(self, indices: Iterable[int]) -> Iterator[None]:
+        """Loses the KV of these replicas if the block within fails or is interrupted: some may be ahead of others."""
+        try:
+            yield
+        except BaseException:
+            for index in indices:
+                self.replicas[index]._device.lose()
             raise
 
     def place(self, wanted: Sequence[tuple[str, NDArray[np.int32]]], targets: Sequence[int] = ()) -> dict[str, int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ferrum_jax.contract.checks import renew_after_fork
-from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, TokenizerError
 
 SECONDS = 5.0  # of one rendering
 MEMORY = 1 << 30  # bytes of the whole process
@@ -152,13 +152,16 @@ class _Renderer:
 
     def _start(self) -> None:
         paths = [one for one in sys.path if isinstance(one, str) and one]  # jinja2 may be in one of the caller's own
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py"), *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt from the terminal is for the caller
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py"), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt from the terminal is for the caller
+            )
+        except OSError as problem:
+            raise ResourceExhaustedError(f"the process that renders chats cannot be started: {problem}") from problem
         self._owner = os.getpid()
 
     def _stop(self) -> int:

@@ -20,6 +20,7 @@ from ferrum_jax.contract.errors import (
     InternalError,
     RequestValidationError,
     ResourceExhaustedError,
+    safe_repr,
 )
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.request import Request
@@ -113,12 +114,14 @@ class Engine:
 
     def update(self, update: Update) -> int:
         """Queues an update, waits for it, and returns the weights' version; raises as `submit` and the update."""
-        self.begin_update(update)
+        done = self.begin_update(update)
         try:
-            return update.done.result()
+            return done.result()
         except BaseException:  # perhaps a KeyboardInterrupt
-            update.done.cancel()
+            done.cancel()
             raise
+        finally:  # an error knows this frame, and would keep itself and the refused weights alive
+            del done, update
 
     def settle(self) -> None:
         """Waits until all aborted requests are freed, as they all are once the engine is closed."""
@@ -202,7 +205,7 @@ class Engine:
     def _fail(self, problem: BaseException) -> None:
         """Ends every request after an error that no single request caused; never raises."""
         if not isinstance(problem, FerrumError):
-            failure = InternalError(f"a step failed: {problem!r}")
+            failure = InternalError(f"a step failed: {safe_repr(problem)}")
             failure.__cause__ = problem
             problem = failure
         try:

@@ -331,20 +331,17 @@ class Scheduler:
             update = self._updates[0]
             if update.live == "wait" and self._begun(update) and not update.done.cancelled():
                 return
-            self._updates.popleft()
-            if not update.done.set_running_or_notify_cancel():
-                continue
             if self._in_flight is not None:
                 step, self._in_flight = self._in_flight, None
                 self._collect(step)
-            try:
-                update.install([one.cache_id for one in self._running])
-            except BaseException as problem:  # noqa: BLE001  the update's caller gets it, a SystemExit of its function too
-                update.done.set_exception(problem)
-                continue
-            for request in self._begun(update):
-                self._renew(request, update)
-            update.done.set_result(self.backend.params_version)
+            self._updates.popleft()  # not before: `fail` would not know it
+            if update.apply([one.cache_id for one in self._running]):
+                try:
+                    for request in self._begun(update):
+                        self._renew(request, update)
+                finally:
+                    update.done.set_result(self.backend.params_version)
+            del update  # its error knows this frame, and would keep itself and the refused weights alive
 
     def _begun(self, update: Update) -> list[Request]:
         """Requests whose weights change: running ones, and waiting ones that have tokens or scores."""

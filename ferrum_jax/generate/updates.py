@@ -36,6 +36,18 @@ class Update:
         if self.live not in get_args(LivePolicy):
             raise RequestValidationError(f"live is {safe_repr(self.live)}, expected one of {get_args(LivePolicy)}")
 
+    def apply(self, kept: Collection[str]) -> bool:
+        """Sets the weights; returns False if the update was cancelled, or if it failed, which `done` then has."""
+        if not self.done.set_running_or_notify_cancel():
+            return False
+        try:
+            self.install(kept)
+        except BaseException as problem:  # noqa: BLE001  the update's caller gets it, a SystemExit of its function too
+            self.done.set_exception(problem)
+            del self  # the error knows this frame, and would keep itself and the refused weights alive
+            return False
+        return True
+
     def concerns(self, request: Request) -> bool:
         """True if a request uses the weights that change."""
         return self.adapter is None or (request.adapter is not None and request.adapter.name == self.adapter)

@@ -214,7 +214,17 @@ class Answers:
             self.caller.changed.clear()
             self._is_signalled = False  # first: a later `notify` then signals again
             self.caller.check()
-            pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
+            pieces, failure = [], None
+            for choice in self.choices:
+                try:
+                    if (piece := self._take(choice)) is not None:
+                        pieces.append(piece)
+                except ApiError as problem:
+                    failure = problem
+            if failure is not None and not pieces:
+                raise failure
+            if failure is not None:
+                self.caller.changed.set()  # the next call raises it: what others have answered comes first
             if pieces:
                 return pieces
 

@@ -56,6 +56,8 @@ class Endpoint(NamedTuple):
 def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
     """Returns the application that serves a model, which the caller closes; its `state.service` is the `Service`.
 
+    It serves once: after a shutdown, a host that starts it again gets a FerrumError, and `make_app` makes another.
+
     Raises:
         FerrumError: a setting is wrong, or an adapter cannot be loaded.
     """
@@ -64,6 +66,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.check_not_closed()
         try:
             yield
         finally:

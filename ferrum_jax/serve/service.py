@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import ConfigError, FerrumError, IOError
+from ferrum_jax.contract.errors import ConfigError, FerrumError, IOError, UnsupportedError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.intake import capacity_of
@@ -95,6 +95,11 @@ class Service:
         for pool in (self._pool, self._slow):
             pool.shutdown(cancel_futures=True)
         self._drop_adapters()
+
+    def check_not_closed(self) -> None:
+        """Raises UnsupportedError after `close`."""
+        if self._is_closed:
+            raise UnsupportedError("this application was shut down and serves only once: make another with make_app")
 
     def _drop_adapters(self) -> None:
         for name in self.adapters:

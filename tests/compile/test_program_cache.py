@@ -1,8 +1,10 @@
 """The program cache, with toy computations."""
 
 import contextlib
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +151,25 @@ def test_what_did_not_compile_is_not_tried_again_at_once(monkeypatch: pytest.Mon
         with pytest.raises(BackendError, match="injected"):
             try_again()
         assert len(asked) == count
+
+
+def test_the_error_of_a_step_that_did_not_compile_keeps_nothing_of_its_callers():
+    def refuse(key: StepKey) -> jax.stages.Lowered:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    cache = ProgramCache(refuse)
+
+    def ask() -> weakref.ref[Any]:
+        mine = jnp.zeros(3)
+        for _ in range(2):
+            with contextlib.suppress(BackendError):
+                cache.get(SMALL)
+        return weakref.ref(mine)
+
+    kept = ask()
+    gc.collect()
+    assert cache._failures
+    assert kept() is None
 
 
 def test_a_step_that_another_process_cannot_build_is_built_again_by_all(lowering: Lowering):

@@ -608,7 +608,37 @@ def test_an_interrupt_leaves_an_id_bound_on_all_replicas_as_before(
     assert two.lora_metrics_snapshot()["active_cache_bindings"] == 0
 
 
-@pytest.mark.parametrize("name", ["fork", "prepare", "reserve_kv_slots"])
+@pytest.mark.parametrize("name", ["decode_n", "reserve_kv_slots"])
+def test_an_interrupt_between_replicas_is_an_error_until_reset(
+    name: str, two: ReplicatedRunner, monkeypatch: pytest.MonkeyPatch
+):
+    for key in ("p", "q"):
+        two.prefill(key, [1, 2, 3])
+    runs = [DecodeRun(cache_id=key, token=4, pos=3, max_tokens=2) for key in ("p", "q")]
+    calls: dict[str, Callable[[], Any]] = {
+        "decode_n": lambda: two.decode_n(runs),
+        "reserve_kv_slots": lambda: two.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=9) for key in "pq"]),
+    }
+    with monkeypatch.context() as patch:
+        on, asked = two._router.on, []
+
+        @contextlib.contextmanager
+        def interrupted(index: int) -> Iterator[Any]:
+            asked.append(index)
+            if len(asked) == 4:  # both replicas' parts are planned, and one has run or runs
+                raise KeyboardInterrupt
+            with on(index) as replica:
+                yield replica
+
+        patch.setattr(two._router, "on", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calls[name]()
+    assert two.state is ExecutorState.Error
+    two.reset()
+    assert two.state is ExecutorState.Ready
+
+
+@pytest.mark.parametrize("name", ["fork", "prepare"])
 def test_an_interrupt_leaves_no_sequence_that_cannot_be_released(
     name: str, two: ReplicatedRunner, monkeypatch: pytest.MonkeyPatch
 ):
@@ -616,7 +646,6 @@ def test_an_interrupt_leaves_no_sequence_that_cannot_be_released(
     calls: dict[str, Callable[[], Any]] = {
         "fork": lambda: two.fork("p", "q"),
         "prepare": lambda: two.prepare("q", 5),
-        "reserve_kv_slots": lambda: two.reserve_kv_slots([KvSlotRequest(cache_id="q", target_len=5)]),
     }
 
     def interrupted_after(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -630,7 +659,6 @@ def test_an_interrupt_leaves_no_sequence_that_cannot_be_released(
         for replica in two.replicas:
             patch.setattr(replica, "fork", interrupted_after(replica.fork))
             patch.setattr(replica, "prepare", interrupted_after(replica.prepare))
-        patch.setattr(two, "_at_once", interrupted_after(two._at_once))
         with pytest.raises(KeyboardInterrupt):
             calls[name]()
     assert two.state is ExecutorState.Ready

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, TokenizerError
 from ferrum_jax.generate import chat
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.tokenizer import load_tokenizer
@@ -35,6 +35,16 @@ def test_smollm2_speaks_as_it_was_trained(smollm2_path: Any):
     assert render_chat(template, [{"role": "system", "content": "S"}, *HELLO], add_generation_prompt=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
     )
+
+
+def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(chat, "_RENDERER", chat._Renderer())
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(ResourceExhaustedError, match="temporarily unavailable"):
+        render_chat(CHATML, HELLO)
 
 
 def test_a_conversation_may_be_empty():

@@ -141,6 +141,27 @@ def test_a_caller_whose_notify_fails_harms_no_other(caplog: pytest.LogCaptureFix
     assert f"notify of request {mine.request_id!r} failed" in caplog.text
 
 
+class UnspeakableError(Exception):
+    """Of a library: cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_error_that_cannot_be_shown_ends_its_requests_and_not_the_engine(monkeypatch: pytest.MonkeyPatch):
+    model = CountingLLM()
+    llm = LLM.from_model(model)
+    with monkeypatch.context() as patch:
+
+        def fail() -> None:
+            raise UnspeakableError
+
+        patch.setattr(llm.engine.scheduler, "step", fail)
+        problem = within(lambda: llm.generate([[1]], PARAMS))
+    assert isinstance(problem, InternalError)
+    assert within(lambda: llm.generate([[1]], PARAMS))[0].token_ids == answer(model, [1], 3)
+
+
 class ShapedError(ModelError):
     """Says its text itself."""
 

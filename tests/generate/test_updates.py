@@ -1,9 +1,12 @@
 """Weights that change while requests run: every token is of exactly the weights that it is said to be of."""
 
 import asyncio
+import contextlib
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +19,7 @@ import pytest
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
+    InternalError,
     InvalidParameterError,
     NotFoundError,
     RequestValidationError,
@@ -183,6 +187,53 @@ def test_a_refused_update_changes_nothing(serving: ModelRunner, weights: list[Pa
     with pytest.raises(UnsupportedError, match="this LLM runs a CountingLLM"):
         LLM.from_model(CountingLLM()).set_params({})
     assert serving.params_version == version
+
+
+def test_an_error_of_an_update_does_not_keep_the_refused_weights(serving: ModelRunner, params: ParamTree):
+    llm, version = LLM.from_model(serving), serving.params_version
+    refused = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    kept = weakref.ref(jax.tree.leaves(refused)[0])
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(InvalidParameterError):  # `pytest.raises` would keep the error
+            llm.set_params(refused)
+        del refused
+        assert (kept(), serving.params_version) == (None, version)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_update_during_which_a_step_fails_ends(
+    when: str, serving: ModelRunner, weights: list[ParamTree], monkeypatch: pytest.MonkeyPatch
+):
+    """Before the weights are set, it fails with the requests; after that, it has happened."""
+    llm = LLM.from_model(serving)
+    scheduler, version = llm.engine.scheduler, serving.params_version
+    (request,) = started(llm, 1)
+
+    def fail(*_: Any) -> None:
+        if scheduler._updates or when == "after":
+            raise MemoryError("injected")
+
+    collect = scheduler._collect
+    if when == "after":
+        monkeypatch.setattr(scheduler, "_renew", fail)
+    else:
+        monkeypatch.setattr(scheduler, "_collect", lambda step: (fail(), collect(step)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.set_params, weights[1], live="keep")
+        if when == "after":
+            assert waiting.result(timeout=60) == version + 1
+        else:
+            with pytest.raises(InternalError, match="injected"):
+                waiting.result(timeout=60)
+    while not request.is_done:
+        time.sleep(0.001)
+    with pytest.raises(InternalError, match="injected"):
+        request.output()
+    assert serving.params_version == version + (when == "after")
 
 
 def test_updates_compile_nothing_copy_nothing_and_keep_their_order(

@@ -16,18 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from ferrum_jax import LLM
-from ferrum_jax.contract.errors import ConfigError, DeviceError
+from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.contract.errors import ConfigError, DeviceError, UnsupportedError
+from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler, Structured
 from ferrum_jax.serve import generation
 from ferrum_jax.serve import server as server_module
+from ferrum_jax.serve.answers import Answers, Wakeups
 from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
@@ -759,6 +762,40 @@ def test_a_server_says_so_where_another_has_begun_to_listen_meanwhile(llm: LLM, 
         monkeypatch.setattr(server_module, "bind", lambda *_: second)
         with pytest.raises(ConfigError, match="cannot listen on 127"), running(llm):
             pass
+
+
+def test_an_application_that_was_shut_down_says_so_when_it_is_started_again(llm: LLM):
+    app = make_app(llm)
+    with TestClient(app) as client:
+        assert client.get("/health").status_code == 200
+    with pytest.raises(UnsupportedError, match="make another with make_app"), TestClient(app):
+        pass
+
+
+def test_what_an_answer_says_is_not_lost_where_another_fails_at_once():
+    model = Scripted()
+    model.says("a")
+    prefill = model.prefill
+
+    def fail(cache_id: str, tokens: Sequence[int]) -> Logits:
+        logits = prefill(cache_id, tokens)
+        return np.full_like(logits, np.nan) if len(model.tokens[cache_id]) == 5 else logits
+
+    model.prefill = fail
+    llm = LLM.from_model(model, tokenizer=model.tokenizer)
+
+    async def read() -> list[str | None]:
+        caller: Any = SimpleNamespace(changed=asyncio.Event(), check=lambda: None, started=0.0)
+        groups = [[llm.request(text, SamplingParams(max_tokens=9))] for text in ("<go>", "b")]
+        async with Answers(llm, groups, caller, Wakeups(asyncio.get_running_loop())) as answers:
+            while not all(one.is_done for (one,) in groups):
+                time.sleep(0.001)  # so that the event loop learns of both at the same time
+            pieces = await answers.next()
+            with pytest.raises(ApiError):
+                await answers.next()
+        return [piece.finish_reason for piece in pieces]
+
+    assert asyncio.run(read()) == ["stop"]
 
 
 def test_health_needs_no_key_under_a_mount_either(llm: LLM):

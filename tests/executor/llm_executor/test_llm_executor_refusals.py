@@ -1,5 +1,6 @@
 """What an executor refuses, and that a refused call changes nothing."""
 
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest.mock import create_autospec
@@ -360,6 +361,16 @@ def test_after_a_fork_calls_and_shutdown_say_so(executor: LlmExecutor, handle: K
             run(call)
     executor._table.pid += 1
     run(executor.decode(token(1, handle)))
+
+
+def test_without_another_thread_no_executor_is_made(model: SummingLLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(ResourceExhaustedError, match="can't start new thread"):
+            LlmExecutor(model)
 
 
 def test_after_shutdown_every_call_says_so(executor: LlmExecutor, handle: KvCacheHandle):
