@@ -85,8 +85,7 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps what shares compiled runners in one process: with `--dist loadfile` a file, or one of two whole folders.
 
-    Tests of benchmarks that start a process each and share nothing go where there is room. What takes long although it
-    is one test begins early, with a folder: files of few tests come last, where others would wait for it.
+    Tests of benchmarks that start a process each and share nothing go where there is room.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -97,8 +96,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = Path(nodeid.partition("::")[0])
             if file.name == "test_smoke.py":
                 return nodeid
-            if file.name == "test_x64.py":
-                return "generate"
             return file.parent.name if file.parent.name in ("executor", "generate") else str(file)
 
     return ByRunner(config, log)

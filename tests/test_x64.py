@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sinks alone": (computed, {"name": "gpt_oss"}),
     "paged": (computed, {"name": "gemma3", "attention": "xla"}),
 }
-TIERS = [list(CASES)[:4], pytest.param(list(CASES)[4:], marks=pytest.mark.slow)]
+TIERS = [list(CASES)[:4], list(CASES)[4:]]
 
 
 def numbers(folder: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -150,6 +150,7 @@ def write_numbers(folder: str, *names: str) -> None:
     (Path(folder) / "found").write_bytes(pickle.dumps(numbers(Path(folder), names)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("names", TIERS, ids=["some", "others"])
 def test_everything_is_the_same_with_and_without_x64(names: list[str], tmp_path: Path):
