@@ -178,8 +178,8 @@ class Family:
             UnsupportedError: a sliding-window cache or a divided model lacks a point, or a sliding-window cache is used
                 with stacked layers and without CPU kernels.
         """
-        params, kv, batch, inputs_embeds, loras, *edits = vary_alike(
-            params, kv, batch, inputs_embeds, loras, *edits_of(interventions)
+        params, kv, batch, inputs_embeds, loras, first_layer, *edits = vary_alike(
+            params, kv, batch, inputs_embeds, loras, first_layer, *edits_of(interventions)
         )
         interventions = with_edits(interventions, edits)
         tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])

@@ -38,7 +38,7 @@ def vary(tree: T, axes: frozenset[str]) -> T:
     """Returns a tree whose arrays vary over these manual axes as well; numbers stay what they are."""
 
     def cast(leaf: Any) -> Any:
-        missing = axes - varying_axes(leaf)
+        missing = axes - varying_axes(leaf) if hasattr(leaf, "dtype") else None
         return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
     return jax.tree.map(cast, tree) if axes else tree

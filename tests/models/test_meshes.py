@@ -149,3 +149,28 @@ def test_parameters_divided_over_the_axis_of_the_rows_give_the_same(kind: str):
     )
     both = jax.jit(jax.value_and_grad(partial(loss, cfg=cfg, remat=True)))
     agree(both(spread, by_data(mesh, tokens)), both(params, tokens))
+
+
+def on_two_devices(one: Any, params: ParamTree, own: jax.Array) -> tuple[Any, Any]:
+    """Returns gradients of the sum of `one(params, value)` over the values `own`: each on its device, and on one."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def total(params: ParamTree, own: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.sum(one(params, own[0]) ** 2), "data")
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    alone = jax.jit(jax.grad(lambda params: sum(jnp.sum(one(params, value) ** 2) for value in own)))
+    return jax.jit(jax.grad(mapped))(params, own), alone(params)
+
+
+@pytest.mark.parametrize("layout", by_default(("checkpoint", SCANNED), "checkpoint"))
+def test_inside_a_shard_map_the_first_layer_alone_may_differ(layout: str):
+    """A sum over devices inside a layer that one device skips would add up numbers of different layers."""
+    params, _, cfg = model_on(mesh_of("auto"), "qwen3")
+    tokens = tokens_of("qwen3")
+    states = jax.random.normal(jax.random.key(0), (*tokens.shape, cfg.hidden_size))
+
+    def one(params: ParamTree, first: jax.Array) -> jax.Array:
+        return models.forward(params, tokens, cfg, inputs_embeds=states, first_layer=first)
+
+    agree(*on_two_devices(one, lay_out(params, cfg, layout), jnp.array([0, 2])))
