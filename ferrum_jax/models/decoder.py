@@ -269,9 +269,11 @@ class _Step(NamedTuple):
         with jax.named_scope(name):
             if isinstance(self.first, int):
                 return run(*given)
-            shapes = jax.eval_shape(layer, *given)[2] if context.taps.wanted else {}
-            zeros = jax.tree.map(lambda leaf: vary_like(jnp.zeros(leaf.shape, leaf.dtype), x), shapes)
-            return lax.cond(context.taps.layer >= self.first, run, lambda params, _, x, kv: (x, kv, zeros), *given)
+            *shapes, captured = jax.eval_shape(layer, *given)
+            x, kv = vary_like((x, kv), shapes)
+            zeros = jax.tree.map(lambda leaf: vary_like(jnp.zeros(leaf.shape, leaf.dtype), leaf), captured)
+            is_run = context.taps.layer >= self.first
+            return lax.cond(is_run, run, lambda params, _, x, kv: (x, kv, zeros), *given[:2], x, kv)
 
 
 def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
@@ -333,7 +335,11 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
     if isinstance(step.first, int) and step.first:
         first = step.first
         xs = jax.tree.map(lambda leaf: leaf[first:], xs)
-    (x, kv), found = lax.scan(body, (x, kv), xs)
+    carry = x, kv
+    if not all(edits_of(dict(step.taps.interventions))):  # what a function closes over may vary over more mesh axes
+        one = jax.tree.map(lambda leaf: leaf[0], xs)
+        carry = vary_like(carry, jax.eval_shape(body, carry, one)[0])
+    (x, kv), found = lax.scan(body, carry, xs)
     captured = {
         point: jax.tree.map(lambda leaf, at=point.layer - first: leaf[at], found[point.name])
         for point in capture

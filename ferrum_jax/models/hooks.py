@@ -121,7 +121,7 @@ class Taps(NamedTuple):
                 x = jnp.where(self.layer == point.layer, _apply(point, intervention, x, at), x)
             else:  # a function is not called in other layers: it may have no finite slope there
                 change = functools.partial(_apply, point, intervention, positions=at)
-                x = lax.cond(self.layer == point.layer, change, lambda x: x, x)
+                x = lax.cond(self.layer == point.layer, change, lambda x: x, vary_like(x, jax.eval_shape(change, x)))
         return x
 
     def captured(self, **arrays: Any) -> dict[str, Any]:

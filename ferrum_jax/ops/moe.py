@@ -26,7 +26,7 @@ from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.ops.shards import local_ids
-from ferrum_jax.sharding.types import vary_like
+from ferrum_jax.sharding.types import vary_alike, vary_like
 
 Expert = Callable[[Any, jax.Array], jax.Array]  # given its weights and tokens [rows, D], returns [rows, D]
 
@@ -190,6 +190,7 @@ def _outputs(
     Unless this device `has_all` experts, the id one past its last stands for experts of other devices; their outputs
     are arbitrary.
     """
+    x, chosen, stacks = vary_alike(x, chosen, stacks)  # devices that differ in x skip different steps
     num_experts = jax.tree.leaves(stacks)[0].shape[0]
     tiles = _tile(chosen, num_experts if has_all else num_experts + 1, 1, largest, at_once)
     if not has_all:
@@ -206,7 +207,7 @@ def _outputs(
 
     def step(carry: None, xs: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         tokens, experts, is_used = xs
-        zeros = vary_like(jnp.zeros((*tokens.shape, x.shape[1]), x.dtype), x, chosen, stacks)
+        zeros = vary_like(jnp.zeros((*tokens.shape, x.shape[1]), x.dtype), x)
         return carry, lax.cond(jnp.any(is_used), run, lambda *_: zeros, tokens, experts)
 
     xs: tuple[jax.Array, ...] = tiles.tokens, tiles.experts, tiles.is_used

@@ -174,3 +174,34 @@ def test_inside_a_shard_map_the_first_layer_alone_may_differ(layout: str):
         return models.forward(params, tokens, cfg, inputs_embeds=states, first_layer=first)
 
     agree(*on_two_devices(one, lay_out(params, cfg, layout), jnp.array([0, 2])))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "first"),
+    by_default(
+        [
+            (name, layout, first)
+            for name in ("qwen3", "qwen3_moe")
+            for layout in ("checkpoint", SCANNED)
+            for first in (None, 1)
+        ],
+        ("qwen3", SCANNED, None),
+        ("qwen3", "checkpoint", 1),
+        ("qwen3_moe", "checkpoint", None),
+    ),
+)
+def test_inside_a_shard_map_functions_may_close_over_what_differs(name: str, layout: str, first: int | None):
+    """Also where devices then choose other experts, and where layers may be skipped."""
+    params, _, cfg = model_on(mesh_of("auto"), name)
+    tokens = tokens_of(name)[:2, :3]
+    states = jax.random.normal(jax.random.key(0), (*tokens.shape, cfg.hidden_size))
+    options: dict[str, Any] = {"inputs_embeds": states}
+    if first is not None:
+        options["first_layer"] = jnp.int32(first)
+
+    def one(params: ParamTree, vector: jax.Array) -> jax.Array:
+        changes = {("resid_pre", 1): lambda x, _: x + vector, ("z", 2): lambda x, _: x * vector[0]}
+        return models.forward(params, tokens, cfg, interventions=changes, **options)
+
+    vectors = jax.random.normal(jax.random.key(1), (2, cfg.hidden_size)) * 3
+    agree(*on_two_devices(one, lay_out(params, cfg, layout), vectors))
