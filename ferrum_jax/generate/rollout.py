@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import LATENTS, CacheSpec, KvState
 from ferrum_jax.models.adapters import without_unused
+from ferrum_jax.models.arrays import as_integers, check_range
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     Intervention,
@@ -32,7 +33,7 @@ from ferrum_jax.models.hooks import (
 )
 from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.sequences import as_integers, check_range, checked_adapters
+from ferrum_jax.models.sequences import checked_adapters
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype

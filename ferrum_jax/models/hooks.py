@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError, safe_repr
+from ferrum_jax.models.arrays import as_array, check_bits, check_shape
 from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
@@ -78,16 +79,12 @@ Captured = dict[Point, Any]  # arrays; for `attn_scores` and `pattern` tuples of
 
 def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
     """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the point's array."""
-    if isinstance(value, (int, np.ndarray, np.generic)):  # `jnp.asarray` would drop the upper bits of integers
-        numbers = np.asarray(value)
-        is_long = isinstance(value, int) or (numbers.dtype.kind in "iu" and numbers.dtype.itemsize > 4)
-        if is_long and numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:
-            raise InvalidParameterError(f"value has integers from {numbers.min()} to {numbers.max()}, expected 32 bits")
-    mask = _as_array("where", where)
+    check_bits("value", value)
+    mask, value = as_array("where", where), as_array("value", value)
     if mask.dtype != jnp.bool_:
         raise InvalidParameterError(f"where is {mask.dtype}, expected True and False")
-    value = jnp.asarray(value)
-    return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
+    kind = jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else jnp.int32  # floats have gradients
+    return Edit(scale=jnp.where(mask, 0, 1).astype(kind), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
 
 
 class Taps(NamedTuple):
@@ -373,6 +370,7 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
 
 def _numbers(point: Point, name: str, given: Any) -> Any:
     """Returns an edit's scale or add: arrays and numbers as they are, lists as an array."""
+    check_bits(f"{name} at {point.name!r}", given)
     is_numpy = isinstance(given, (np.ndarray, np.generic)) and given.dtype.kind not in "SUOMm"
     if given is None or is_numpy or isinstance(given, (jax.Array, int, float)):
         return given
@@ -470,31 +468,9 @@ def steered(
     """Adds an intervention that adds `steering`, `[L, D]` or `[L, *each]`, to the output of each layer."""
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     meaning = "[L, D] or [L, B, T, D]" if len(each) == 3 else "[L, D]"
-    steering = _as_array("steering", steering)
+    steering = as_array("steering", steering)
     check_shape("steering", steering, meaning, (layers, width), *([(layers, *each)] if len(each) == 3 else []))
     point = Point("resid_post", None)
     if point in interventions:
         raise InvalidParameterError("steering and an intervention at 'resid_post' in all layers: give one of them")
     return {**interventions, point: Edit(add=steering)}
-
-
-def _as_array(name: str, given: object) -> jax.Array:
-    try:
-        return jnp.asarray(given)
-    except (TypeError, ValueError, OverflowError) as problem:
-        raise InvalidParameterError(f"{name} is no array: {problem}") from None
-
-
-def as_numbers(name: str, given: object) -> jax.Array:
-    """Returns an array of floating-point numbers; raises InvalidParameterError for anything else."""
-    found = _as_array(name, given)
-    if not jnp.issubdtype(found.dtype, jnp.floating):
-        raise InvalidParameterError(f"{name} has numbers of {found.dtype}, expected floating-point ones")
-    return found
-
-
-def check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:
-    """Raises InvalidParameterError for an array of another shape, even one that a reshape would accept."""
-    if given.shape not in shapes:
-        expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meaning}: {expected}")

@@ -21,15 +21,14 @@ from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.models.adapters import checked_stacks, without_unused
+from ferrum_jax.models.arrays import as_integers, as_numbers, check_range, check_shape
 from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     ATTENTION,
     Intervention,
     Point,
-    as_numbers,
     check_interventions,
     check_points,
-    check_shape,
     edits_of,
     hidden_points,
     rows_as_tokens,
@@ -341,27 +340,6 @@ def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
     return jnp.maximum(jnp.asarray(given).astype(jnp.float32), _LEAST_TEMPERATURE)
 
 
-def as_integers(name: str, values: object) -> jax.Array:
-    """Returns an array of integers, which the caller checks to have a shape and to be in a range.
-
-    Raises:
-        InvalidParameterError: the values are no array of integers, or one is beyond 32 bits with a sign, of which JAX
-            would silently keep the lower ones.
-    """
-    try:
-        are_on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
-        given = jnp.asarray(values) if are_on_device else np.asarray(values)
-    except (TypeError, ValueError) as problem:
-        raise InvalidParameterError(f"{name} are no array: {problem}") from None
-    if not given.size and not isinstance(values, (jax.Array, np.ndarray)):
-        given = given.astype(np.int32)  # NumPy takes an empty list for one of floats
-    if not jnp.issubdtype(given.dtype, jnp.integer):
-        raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
-    if isinstance(given, np.ndarray) and (wrong := given.astype(np.int32) != given).any():
-        raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits with a sign")
-    return jnp.asarray(given)
-
-
 def checked_adapters(
     loras: ParamTree | None, adapters: object, cfg: ModelConfig, batch: int
 ) -> tuple[ParamTree | None, jax.Array | None]:
@@ -376,24 +354,8 @@ def checked_adapters(
         return None, None
     loras, adapters = checked_stacks(loras, cfg), as_integers("adapters", adapters)
     check_shape("adapters", adapters, "[B]", (batch,))
-    return loras, adapters.astype(jnp.int32)
-
-
-def check_range(
-    name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None, hint: str = ""
-) -> None:
-    """Raises InvalidParameterError for integers out of bounds, in each row up to its length.
-
-    Traced arrays, and arrays that lie partly on other processes' devices, are not checked.
-    """
-    if isinstance(values, Tracer) or isinstance(lengths, Tracer) or not values.is_fully_addressable:
-        return
-    found = np.asarray(values)
-    wrong = (found < least) | (found > most)
-    if lengths is not None:
-        wrong &= np.arange(found.shape[1]) < np.asarray(lengths)[:, None]
-    if wrong.any():
-        raise InvalidParameterError(f"{name} have {found[wrong][0]}, expected {least} to {most}{hint}")
+    narrow = adapters.astype(jnp.int32)
+    return loras, jnp.where(narrow.astype(adapters.dtype) == adapters, narrow, -1)  # no stack has more than 32 bits
 
 
 def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> int | jax.Array:
@@ -434,8 +396,7 @@ def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None
         raise InvalidParameterError(
             f"logits are {positions.dtype}{list(positions.shape)}, expected integers [B, R] of {batch} rows"
         )
-    if not isinstance(positions, Tracer) and ((positions < 0) | (positions >= length)).any():
-        raise InvalidParameterError(f"logits have positions outside 0 to {length - 1}")
+    check_range("positions of logits", positions, 0, length - 1)
     return positions.astype(jnp.int32)
 
 

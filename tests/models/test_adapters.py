@@ -17,6 +17,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.layout import lay_out
+from ferrum_jax.models.sequences import checked_adapters
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.batch import Batch, Rows
 from tests import tiny
@@ -311,6 +312,15 @@ def test_stacks_and_adapters_go_together(params: ParamTree, stacks: ParamTree):
     cache = state.CacheSpec(num_layers=3, num_blocks=1, block_size=8, num_kv_heads=2, head_dim=20, dtype="float32")
     with pytest.raises(InvalidParameterError, match="no stacks"):
         models.family(CFG).forward(params, state.empty(cache), Batch((rows,), ones), CFG)
+
+
+@pytest.mark.parametrize("index", [2**32, -(2**32), 2**63 - 1])
+def test_an_index_beyond_32_bits_means_no_adapter(index: int, stacks: ParamTree):
+    with jax.enable_x64(True):
+        _, found = checked_adapters(stacks, jnp.asarray([index, 1]), CFG, 2)
+    assert found is not None
+    assert found.dtype == jnp.int32
+    assert found.tolist() == [-1, 1]
 
 
 def changed_up(stacks: ParamTree, change: Callable[[jax.Array], jax.Array]) -> ParamTree:

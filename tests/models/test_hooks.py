@@ -448,10 +448,25 @@ def test_points_and_interventions_that_cannot_be_are_refused(name: str, asked: d
         models.run(params, tokens_of(name), cfg, **asked)
 
 
-@pytest.mark.parametrize("value", [np.array([2**32, 1]), 2**31, -(2**70)])
-def test_integers_that_32_bits_do_not_hold_replace_nothing(value: Any):
+@pytest.mark.parametrize("value", [np.array([2**32, 1]), 2**31, -(2**70), [1, 2**40], [[2**70]]])
+def test_integers_that_32_bits_do_not_hold_change_nothing(value: Any):
+    params, cfg = model("mistral")
     with pytest.raises(InvalidParameterError, match=r"value has integers from .*, expected 32 bits"):
         replace_with(value)
+    with pytest.raises(InvalidParameterError, match=r"add at 'z' has integers from .*, expected 32 bits"):
+        models.forward(params, tokens_of("mistral"), cfg, interventions={("z", 0): Edit(add=value)})
+
+
+def test_a_replacement_can_be_differentiated_as_a_whole():
+    params, cfg = model("mistral")
+    tokens, value = tokens_of("mistral"), jnp.ones(cfg.head_dim)
+
+    def total(edit: Edit[jax.Array]) -> jax.Array:
+        return models.forward(params, tokens, cfg, interventions={("z", 1): edit}).sum()
+
+    slope = jax.grad(total)(replace_with(value))
+    expected = jax.grad(lambda value: total(replace_with(value)))(value)
+    close(slope.add, expected)
 
 
 def test_a_function_of_every_layer_is_called_in_those_that_run():

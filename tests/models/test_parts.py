@@ -54,6 +54,13 @@ def test_logits_of_some_tokens_are_those_among_all(name: str):
     agree(some, jnp.take_along_axis(whole, at[..., None], axis=1))
 
 
+def test_positions_of_logits_may_be_closed_over():
+    params, cfg = model("qwen3")
+    tokens, at = tokens_of("qwen3"), jnp.array([[0], [5], [8], [7]])
+    plain = models.forward(params, tokens, cfg, logits=at)
+    agree(jax.jit(lambda tokens: models.forward(params, tokens, cfg, logits=at))(tokens), plain)
+
+
 def test_the_head_runs_for_the_tokens_that_are_asked_for():
     params, cfg = model("qwen3")
     tokens, size = tokens_of("qwen3"), cfg.vocab_size
@@ -132,7 +139,7 @@ def test_what_cannot_be_is_refused():
         r"logits are int32\[3, 1\], expected integers \[B, R\] of 4 rows": {"logits": jnp.zeros((3, 1), jnp.int32)},
         "remat is 'all', expected True, False or 'products'": {"remat": "all"},
         "logits are float32, expected integers": {"logits": jnp.zeros((4, 1))},
-        "logits have positions outside 0 to 8": {"logits": jnp.full((4, 1), 9)},
+        "positions of logits have 9, expected 0 to 8": {"logits": jnp.full((4, 1), 9)},
         "first_layer is 3, expected a layer from 0 to 2": {"first_layer": 3, "inputs_embeds": embeds},
         "first_layer is True": {"first_layer": True, "inputs_embeds": embeds},
         "first_layer is -1, expected a layer from 0 to 2": {"first_layer": jnp.int32(-1), "inputs_embeds": embeds},
