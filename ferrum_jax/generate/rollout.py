@@ -1,7 +1,7 @@
 """Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`, under any mesh."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -101,7 +101,7 @@ def generate_fn(
     *,
     max_tokens: int,
     sampling: Sampling = Sampling(),
-    stop_ids: Sequence[int] = (),
+    stop_ids: Iterable[int] = (),
     attention: str = "xla",
     loras: ParamTree | None = None,
     adapters: jax.Array | None = None,  # int32 [B]
@@ -157,6 +157,8 @@ def generate_fn(
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
     if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:
         raise InvalidParameterError(f"stop_ids is {safe_repr(stop_ids)}, expected several token ids, such as (2,)")
+    if not isinstance(stop_ids, (jax.Array, np.ndarray)):
+        stop_ids = tuple(stop_ids)
     for name, values, most in (("seeds", seeds, 2**32 - 1), ("stop_ids", stop_ids, 2**31 - 1)):
         given = values if isinstance(values, jax.Array) else np.asarray(values)
         if given.size and not np.issubdtype(given.dtype, np.integer):
@@ -237,7 +239,7 @@ def _generate(
     *,
     max_tokens: int,
     sampling: Sampling,
-    stop_ids: Sequence[int],
+    stop_ids: Iterable[int],
     attention: str,
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Generates all rows or, inside a `shard_map`, the rows of one device."""
@@ -296,6 +298,8 @@ def _generate(
     real = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
     seen = jnp.zeros((batch, cfg.vocab_size), jnp.bool_).at[rows[:, None], tokens].max(real)
     first, seen, alive = choose(logits, seen, jnp.ones(batch, jnp.bool_), jnp.int32(0))
+    if max_tokens == 1:  # without jit a scan of no steps is refused
+        return jax.tree.map(lambda one: one[:, None], first), kv
     steps = jnp.arange(1, max_tokens, dtype=jnp.int32)
     (written, *_), later = lax.scan(decode, (kv, first.token_ids, seen, alive), steps)
     return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written

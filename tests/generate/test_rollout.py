@@ -76,6 +76,21 @@ def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: 
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
 
 
+def test_one_token_needs_no_jit(params: ParamTree):
+    generate = partial(generate_fn, params, None, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=1)
+    expected, _ = generate()
+    with jax.disable_jit():
+        found, _ = generate()
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys, iter, np.array, jnp.array])
+def test_stop_ids_may_be_of_any_collection(kind: Any, params: ParamTree):
+    generate = partial(generate_fn, params, None, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=2)
+    found = generate(stop_ids=kind(list(range(CFG.vocab_size))))[0].token_ids
+    assert found[:, 1].tolist() == [-1] * len(TOKENS)
+
+
 @pytest.mark.slow
 def test_it_can_be_differentiated_and_mapped(params: ParamTree):
     def logprob(params: ParamTree, seed: jax.Array) -> jax.Array:
