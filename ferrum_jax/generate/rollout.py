@@ -34,7 +34,7 @@ from ferrum_jax.models.hooks import (
 from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.sequences import checked_adapters
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import ParamTree, as_plain
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import SampleInputs, sample
@@ -151,6 +151,7 @@ def generate_fn(
             Traced tokens and lengths are not checked: results for wrong ones are undefined.
         UnsupportedError: `attention` cannot serve the model.
     """
+    params = as_plain(params)
     check_shapes(params, cfg)
     check_backend(attention, params, cfg)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):

@@ -86,8 +86,6 @@ def checked_stacks(stacks: ParamTree, cfg: ModelConfig) -> ParamTree:
         wanted[f"{name}.up"] = f"[{out_size}, {count}, {rank}]"
     given = {name: specs.shape_of_numbers(leaf) for name, leaf in leaves.items()}
     check_no_problems("these are not stacks of adapters of this model", differences(given, wanted))
-    if not absent and _num_layers(stacks):
-        return stacks
     for name, out_size, in_size in absent:
         leaves[f"{name}.down"] = jnp.zeros((count, 0, in_size), downs[0].dtype)
         leaves[f"{name}.up"] = jnp.zeros((out_size, count, 0), downs[0].dtype)

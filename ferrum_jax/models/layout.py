@@ -23,6 +23,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import (
     ParamSpec,
     ParamTree,
+    as_plain,
     is_spec,
     is_weight_spec,
     map_specs,
@@ -129,7 +130,7 @@ def _spec_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
 
 def layout_of(params: ParamTree) -> str:
     """Returns the layout of a tree."""
-    layers = params["model"]["layers"]
+    layers = as_plain(params["model"]["layers"])
     if isinstance(layers, dict):
         return SCANNED
     return FUSED if "qkv_proj" in layers[0]["self_attn"] else CHECKPOINT
@@ -171,6 +172,7 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """
     if layout not in LAYOUTS:
         raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}")
+    params = as_plain(params)
     check_names(params, cfg)
     if layout_of(params) == layout:
         return params
@@ -189,6 +191,7 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
     """Converts a tree of any layout into a dict of the checkpoint's leaves by name; raises as `check_names`."""
+    params = as_plain(params)
     check_names(params, cfg)
     layout = layout_of(params)
     own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))

@@ -38,7 +38,7 @@ from ferrum_jax.models.hooks import (
 )
 from ferrum_jax.models.layout import check_shapes
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import ParamTree, as_plain
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import over_temperature, token_logprobs
@@ -153,6 +153,7 @@ def run(
             `inputs_embeds`.
         UnsupportedError: the model does not have a hook point, or `attention` cannot serve it.
     """
+    params = as_plain(params)
     check_shapes(params, cfg)
     check_backend(attention, params, cfg)
     if not isinstance(remat, bool) and remat != "products":
@@ -272,6 +273,7 @@ def log_probs(
             least 1.
     """
     check_model_config(cfg)
+    params = as_plain(params)
     tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
     if not is_integer(block) or block < 1:
@@ -409,7 +411,7 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
             `ModelConfig`.
     """
     check_model_config(cfg)
-    x = as_numbers("x", x)
+    params, x = as_plain(params), as_numbers("x", x)
     if not x.ndim or x.shape[-1] != cfg.hidden_size:
         raise InvalidParameterError(f"x has shape {list(x.shape)}, expected [..., D] of D = {cfg.hidden_size}")
 

@@ -57,20 +57,25 @@ def is_weight_spec(leaf: Any) -> bool:
 
 
 def as_plain(tree: Any) -> Any:
-    """Returns a tree of dicts, whose leaves go by name, for one of any mappings; itself if it is one.
+    """Returns a tree of dicts and lists for one of any mappings and sequences; itself if it is one.
 
-    Boxes of Flax Linen, `nn.Partitioned` for example, are opened.
+    A mapping whose keys are 0, 1 and so on, numbers or their names, becomes a list. Boxes of one array, such as Flax's
+    `nn.Partitioned` and `nnx.Variable`, are opened.
     """
     if isinstance(tree, AxisMetadata):
-        return tree.unbox()
+        return as_plain(tree.unbox())
     if isinstance(tree, Mapping):
         made: Any = {key: as_plain(value) for key, value in tree.items()}
         is_same = type(tree) is dict and all(made[key] is value for key, value in tree.items())
-    elif isinstance(tree, list):
+        by_name = {str(key): value for key, value in made.items()}
+        if made and by_name.keys() == set(map(str, range(len(made)))):
+            return [by_name[str(index)] for index in range(len(made))]
+    elif isinstance(tree, (list, tuple)):
         made = [as_plain(value) for value in tree]
-        is_same = all(mine is theirs for mine, theirs in zip(made, tree, strict=True))
+        is_same = type(tree) is list and all(mine is theirs for mine, theirs in zip(made, tree, strict=True))
     else:
-        return tree
+        leaves = [] if is_quantised(tree) else jax.tree.leaves(tree)
+        return leaves[0] if len(leaves) == 1 else tree
     return tree if is_same else made
 
 

@@ -314,6 +314,15 @@ def test_stacks_and_adapters_go_together(params: ParamTree, stacks: ParamTree):
         models.family(CFG).forward(params, state.empty(cache), Batch((rows,), ones), CFG)
 
 
+def by_key(stacks: ParamTree) -> ParamTree:
+    return {"model": {"layers": {str(at): layer for at, layer in enumerate(stacks["model"]["layers"])}}}
+
+
+def test_layers_of_stacks_may_be_keyed_by_their_numbers(params: ParamTree, stacks: ParamTree):
+    run = partial(models.forward, params, jnp.asarray([prompt("every")]), CFG, adapters=jnp.asarray([0]))
+    np.testing.assert_array_equal(run(loras=by_key(stacks)), run(loras=stacks))
+
+
 @pytest.mark.parametrize("index", [2**32, -(2**32), 2**63 - 1])
 def test_an_index_beyond_32_bits_means_no_adapter(index: int, stacks: ParamTree):
     with jax.enable_x64(True):

@@ -2,11 +2,16 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+from flax.serialization import to_state_dict
 
 import ferrum_jax
 from ferrum_jax import models
@@ -61,6 +66,53 @@ def test_the_specs_of_a_layout_describe_its_leaves(layout: str, params: ParamTre
 def test_a_conversion_is_jittable(params: ParamTree):
     converted = jax.jit(lambda tree: lay_out(tree, CFG, "scanned"))(params)
     tiny.assert_same_tree(converted, lay_out(params, CFG, "scanned"))
+
+
+def boxed(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), tree)
+
+
+def nnx_state(tree: Any) -> nnx.State:
+    """Layers have the integer keys of a module's list."""
+
+    def numbered(own: Any) -> Any:
+        if not isinstance(own, dict):
+            return nnx.Param(own)
+        return {int(key) if key.isdigit() else key: numbered(value) for key, value in own.items()}
+
+    return nnx.State(numbered(to_state_dict(tree)))
+
+
+def with_tuples(tree: Any) -> Any:
+    layers = tree["model"]["layers"]
+    return tree | {"model": tree["model"] | {"layers": tuple(layers) if isinstance(layers, list) else layers}}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("change", "layout"),
+    by_default(
+        itertools.product((freeze, to_state_dict, boxed, nnx_state, with_tuples), ("checkpoint", "scanned")),
+        (freeze, "scanned"),
+        (to_state_dict, "checkpoint"),
+        (boxed, "scanned"),
+        (nnx_state, "checkpoint"),
+        (with_tuples, "checkpoint"),
+    ),
+)
+def test_any_mappings_lists_and_boxes_are_taken_for_parameters(change: Any, layout: str, params: ParamTree):
+    plain, tokens = lay_out(params, CFG, layout), TOKENS[:, :3]
+    given: Any = change(plain)
+    assert layout_of(given) == layout
+    tiny.assert_same_tree(lay_out(given, CFG, "fused"), lay_out(params, CFG, "fused"))
+    expected = models.log_probs(plain, tokens, CFG)
+    np.testing.assert_array_equal(models.log_probs(given, tokens, CFG), expected)
+    np.testing.assert_allclose(jax.jit(lambda p: models.log_probs(p, tokens, CFG))(given), expected, rtol=0, atol=SAME)
+    states = jnp.ones((1, CFG.hidden_size))
+    np.testing.assert_array_equal(models.logits_of(given, states, CFG), models.logits_of(plain, states, CFG))
+    options: Any = {"lengths": jnp.array([3]), "seeds": jnp.zeros(1, jnp.uint32), "cfg": CFG, "max_tokens": 1}
+    found, wanted = (ferrum_jax.generate_fn(p, None, tokens, **options)[0].token_ids for p in (given, plain))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_unknown_layout_is_refused(params: ParamTree):
