@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_jax import LLM, SamplingParams
+from ferrum_jax import LLM, SamplingParams, Speculation
 from ferrum_jax.compile.sampler import WAYS, SlotSettings
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.batch import SampledToken, ScheduledRow
-from tests.executor.conftest import CFG
+from tests.executor.conftest import CFG, adapter_tensors
 from tests.generate.conftest import MakeRunner, crowded
 from tests.generate.test_request import letters
 
@@ -86,6 +86,27 @@ def test_after_preemption(runner: ModelRunner, alone: list[list[int]], caplog: p
     assert [out.token_ids for out in outputs] == alone
     assert sum(out.preemptions for out in outputs) > 0
     assert "are free; more kv_blocks or fewer max_seqs avoid it" in caplog.text
+
+
+def test_answers_under_adapters_after_preemption(new_runner: MakeRunner):
+    """A request binds its adapter anew each time it is recomputed, also where drafts are verified."""
+    prompts, adapters = PROMPTS[:3], ["one", "two", None]
+    params = SamplingParams(max_tokens=COUNT, temperature=1.0, seed=7, n=3, ignore_eos=True)
+    with new_runner(prefix_cache=True, max_loras=2, max_lora_rank=4) as runner:
+        for name in ("one", "two"):
+            runner.set_lora(name, adapter_tensors(name), scale=2.0)
+        for speculation in (None, Speculation(num_tokens=3)):
+            llm = LLM.from_model(runner, max_rows=8, chunk_tokens=24, speculation=speculation)
+            expected = [
+                out.token_ids
+                for prompt, name in zip(prompts, adapters, strict=True)
+                for out in llm.generate([prompt], params, lora_request=name)
+            ]
+            runner.reset()
+            with crowded(runner, 5):
+                outs = llm.generate(prompts, params, lora_request=adapters)
+            assert [out.token_ids for out in outs] == expected
+            assert all(sum(out.preemptions for out in outs[at : at + 3]) > 0 for at in (0, 3))
 
 
 def test_in_multi_step_programs(new_runner: MakeRunner, alone: list[list[int]]):
