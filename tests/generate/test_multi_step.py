@@ -1,6 +1,7 @@
 """Answers are the same whether the model decodes token by token or many tokens in one call."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract import DecodeRun
 from ferrum_jax.contract.errors import DeviceError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
 from tests.generate.conftest import MakeRunner, crowded, is_empty
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [8], [2, 7, 1, 8], [9, 9], [4, 4, 4, 4, 4, 4]]
@@ -48,6 +50,29 @@ def test_a_batch_of_decodes_takes_one_call_for_many_tokens(loops: ModelRunner, m
     monkeypatch.setattr(loops, "decode_n", counted)
     LLM.from_model(loops, max_rows=4).generate(PROMPTS[:2], SamplingParams(max_tokens=13))
     assert [[run.max_tokens for run in runs] for runs in calls] == [[4, 4]] * 3
+
+
+@pytest.mark.parametrize("penalty", [1.3, 2.5])
+def test_penalties_count_the_tokens_of_loops_in_the_steps_after_them(
+    penalty: float, repeating_params: ParamTree, new_runner: MakeRunner
+):
+    """While another prompt joins, the request decodes one token at a time between loops."""
+
+    def answer(**changes: Any) -> list[int]:
+        with new_runner(repeating_params, decode_rows=(8,), **changes) as runner:
+            llm = LLM.from_model(runner, max_rows=4)
+            scheduler = llm.engine.scheduler
+            params = SamplingParams(max_tokens=30, repetition_penalty=penalty, ignore_eos=True)
+            request = llm.request([3, 1, 4], params)
+            scheduler.submit(request)
+            while len(request.choices) < 9:
+                scheduler.step()
+            scheduler.submit(llm.request([2, 7, 1, 8] * 5, SamplingParams(max_tokens=2)))
+            while not request.is_done:
+                scheduler.step()
+            return request.output().token_ids
+
+    assert answer(multi_step_tokens=4) == answer()
 
 
 def test_a_failure_of_the_device_in_a_loop_is_what_the_caller_hears(
