@@ -95,6 +95,18 @@ def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, 
         assert not side[: layers - 1].any()
 
 
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_what_exceeds_an_eight_bit_number_becomes_the_largest_one(layout: Layout):
+    kv = state.empty(replace(SPEC, layout=layout, dtype="float8_e4m3fn"))
+    values = np.array([448.0, 1000.0, np.inf, -1000.0, -np.inf], np.float32)
+    rows = np.broadcast_to(values[:, None, None], (COUNT, HEADS, WIDTH))
+    ids, offsets = np.divmod(np.arange(COUNT, dtype=np.int32), BLOCK)
+    kv = write_layer(kv, np.int32(1), ids, offsets, rows, None if layout in state.LATENTS else rows)
+    expected = np.broadcast_to(np.array([448.0, 448.0, 448.0, -448.0, -448.0])[:, None, None], rows.shape)
+    for side in state.gather_sequence(kv, 1, jnp.arange(2, dtype=jnp.int32)):
+        np.testing.assert_array_equal(np.asarray(side[:COUNT], np.float32), expected)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", get_args(Layout))
 def test_a_spec_counts_the_bytes_of_the_arrays(dtype: str, layout: Layout):
