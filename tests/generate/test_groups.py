@@ -7,7 +7,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract.errors import UnsupportedError
-from tests.fake import CountingLLM
+from tests.fake import CountingLLM, SummingLLM
 from tests.generate.conftest import MakeRunner
 
 PROMPTS = [list(range(1, 21)), list(range(5, 24)), [7, 3, 9] * 6]
@@ -47,6 +47,21 @@ def test_prompts_are_read_once_however_many_answers_wait(new_runner: MakeRunner,
 def test_a_short_kv_changes_no_answer(new_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch):
     answers, _ = run(new_runner, monkeypatch, kv_blocks=9)
     assert answers == run(new_runner, monkeypatch)[0]
+
+
+def test_an_urgent_request_comes_before_the_answers_that_wait_to_take_over_a_sequence():
+    llm = LLM.from_model(SummingLLM(), max_rows=1)
+    scheduler, order = llm.engine.scheduler, []
+    group = llm.group([1, 2, 3], SamplingParams(n=4, temperature=1.0, seed=0, max_tokens=3))
+    urgent = llm.request([5], SamplingParams(max_tokens=2), priority=-1)
+    for name, one in [*((f"answer {at}", one) for at, one in enumerate(group)), ("urgent", urgent)]:
+        one.notify = lambda request, name=name: order.append(name) if request.is_done else None
+    scheduler.submit(group[0])
+    scheduler.step()
+    scheduler.submit(urgent)
+    while scheduler.has_work:
+        scheduler.step()
+    assert order == ["answer 0", "urgent", "answer 1", "answer 2", "answer 3"]
 
 
 @pytest.mark.parametrize("window", [False, True])
