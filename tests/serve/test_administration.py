@@ -23,13 +23,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
 
 import ferrum_jax
-from ferrum_jax import LLM, SamplingParams
+from ferrum_jax import LLM, SamplingParams, Speculation
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
 from ferrum_jax.serve import service
 from ferrum_jax.serve.admission import Admission
-from ferrum_jax.serve.answers import Caller
+from ferrum_jax.serve.answers import AnswerProgress, Caller
 from ferrum_jax.serve.app import describe_api, endpoints_of
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.server import Server, running, url_of
@@ -37,6 +37,8 @@ from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
 from tests.executor.conftest import make_runner
 from tests.fake import CountingLLM
+from tests.generate.conftest import is_empty
+from tests.generate.drafting import MarkovLLM
 from tests.serve.conftest import SEATS, openai_client
 from tests.serve.models import spelled
 from tests.serve.test_load import SECONDS, until
@@ -486,6 +488,7 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
         names = (f"vllm:{one}_seconds_{rest}" for one in ("inter_token_latency", "time_per_output_token"))
         assert grown[next(names)] == grown[next(names)] > 0
     assert 0 < grown["vllm:time_to_first_token_seconds_sum"] < grown["vllm:e2e_request_latency_seconds_sum"]
+    assert (grown["vllm:request_params_n_count"], grown["vllm:request_params_n_sum"]) == (4, 5)
     assert grown["vllm:prefix_cache_queries_total"] == 3 * len(prompt)  # scores of a prompt need all of it computed
     assert grown["vllm:prefix_cache_hits_total"] == 2 * (len(prompt) // 8 * 8)
     assert grown["ferrum:http_responses_total,400"] == 1
@@ -493,6 +496,51 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
     assert after["vllm:kv_cache_usage_perc"] == 0
     others = {one for family in prometheus_client.REGISTRY.collect() for one in [family.name]}
     assert not any(one.startswith(("vllm", "ferrum")) for one in others)  # the registry is the server's own
+
+
+def test_metrics_tell_what_runs_and_which_share_of_the_kv_it_holds(
+    serve: Any, llm: LLM, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    scheduler, entered, gate = llm.engine.scheduler, threading.Event(), threading.Event()
+    step = scheduler.step
+
+    def held() -> None:
+        if scheduler.num_running == 2 and not is_empty(runner):
+            entered.set()
+            assert gate.wait(SECONDS)
+        step()
+
+    monkeypatch.setattr(scheduler, "step", held)
+    with httpx.Client(base_url=serve(llm).url, timeout=SECONDS, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(complete, http, prompt=["the quick brown fox", "ab"])
+        assert entered.wait(SECONDS)
+        told, blocks = figures(http), runner.kv_slot_capacity_snapshot()
+        gate.set()
+        assert answers.result().status_code == 200
+    assert told["vllm:num_requests_running"] == 2
+    usage = 1 - blocks.free_blocks / blocks.total_blocks
+    assert told["vllm:kv_cache_usage_perc"] == told["vllm:gpu_cache_usage_perc"] == usage > 0
+
+
+def test_metrics_count_preemptions_and_drafts(serve: Any):
+    model = MarkovLLM(vocab_size=23, seed=0)  # its answers repeat themselves
+    model.pool = 40
+    server = serve(LLM.from_model(model, max_rows=4, speculation=Speculation(num_tokens=3)))
+    counted, count_answer = [], server.service.metrics.count_answer
+
+    def seen(choice: AnswerProgress, reason: str) -> float:
+        counted.append(choice.request)
+        return count_answer(choice, reason)
+
+    server.service.metrics.count_answer = seen
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        found = complete(http, prompt=[[1, 2], [3, 4], [5, 6]], max_tokens=30)
+        assert found.status_code == 200, found.text
+        told = figures(http)
+    assert told["vllm:num_preemptions_total"] == sum(one.preemptions for one in counted) > 0
+    drafted, accepted = sum(one.drafted for one in counted), sum(one.accepted for one in counted)
+    assert told["vllm:spec_decode_num_draft_tokens_total"] == drafted > accepted
+    assert told["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
