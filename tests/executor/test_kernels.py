@@ -115,7 +115,8 @@ def test_a_kv_of_eight_bits_keeps_the_laws(attention: str, tmp_path: Path):
     with load(folder, attention=attention, kv_dtype="fp8", prefix_cache=True) as runner:
         whole = np.asarray(runner.prefill("a", tokens))
         found = [np.asarray(runner.prefill("b", tokens))]  # its first blocks are reused
-        assert runner.cache_metrics_snapshot()["hits"] == 1
+        counts = runner.cache_metrics_snapshot()
+        assert (counts["hits"], counts["kv_dtype"]) == (1, "float8_e4m3fn")
         runner.release("b")
         runner.fork("a", "c")
         runner.truncate_kv("c", 5)

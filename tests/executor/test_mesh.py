@@ -102,6 +102,9 @@ def test_every_method_answers_as_on_one_device(pair: tuple[ModelRunner, ModelRun
     for layer in range(one.model_config.num_hidden_layers):
         both(lambda runner, layer=layer: runner.kv_cache("c", layer))
     assert many.compile_stats()["compiles_after_warmup"] == 0
+    mesh = {axis for axis, size in many.describe()["mesh"].items() if size > 1}
+    assert not one.capabilities().supports_tensor_parallelism
+    assert many.capabilities().supports_tensor_parallelism == (mesh != {"data"})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from ferrum_jax.contract.execution import AttentionType
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.batch import Distributions, SampledToken, ScheduledRow, VerifiedTokens
 from ferrum_jax.executor.counters import DecodeBatchCounters
@@ -440,6 +441,51 @@ def test_batches_are_counted_by_size(runner: ModelRunner, monkeypatch: pytest.Mo
     assert counts["force_full_logits_calls"] == 1
     assert counts["singleton_fast_path_calls"] == 0
     assert {name: n for name, n in counts["bucket_calls"].items() if n} == {"m2": 1, "m3_4": 1}
+
+
+def test_memory_in_use_is_that_of_weights_adapters_and_the_blocks_and_windows_of_sequences(
+    runner: ModelRunner, reusing: ModelRunner
+):
+    position = 2 * 2 * CFG.head_dim * 4  # bytes in a layer: two heads' keys and values in float32
+    empty = reusing.memory_usage()
+    assert empty.allocated_bytes - empty.used_bytes == 18 * 8 * 2 * position
+    assert empty.peak_bytes >= empty.allocated_bytes
+    reusing.prefill("a", [1] * 16)
+    usage = reusing.memory_usage()
+    assert usage.used_bytes - empty.used_bytes == 2 * 8 * 2 * position
+    assert usage.utilization_percent == 100 * usage.used_bytes / usage.allocated_bytes
+    reusing.release("a")
+    assert reusing.memory_usage().used_bytes == empty.used_bytes  # also with a known prefix
+    windowed = runner.memory_usage().used_bytes
+    runner.prefill("a", [1] * 16)
+    window = runner.plan.cache.window_blocks * 8 * position
+    assert runner.memory_usage().used_bytes - windowed == 2 * 8 * position + window > 2 * 8 * position
+
+
+def test_known_prefixes_are_counted_in_entries_and_bytes(reusing: ModelRunner):
+    reusing.prefill("a", [1] * 20)
+    reusing.release("a")
+    counts = reusing.cache_metrics_snapshot()
+    assert (counts["entries"], counts["bytes"]) == (2, 2 * 8 * 2 * 2 * 2 * CFG.head_dim * 4)
+    assert counts["kv_dtype"] == "float32"
+
+
+def test_capabilities_are_those_of_the_model_and_its_plan(reusing: ModelRunner, params: ParamTree):
+    found = reusing.capabilities()
+    memory, usage, width = found.memory_requirements, reusing.memory_usage(), CFG.head_dim
+    assert memory.kv_cache_memory_per_token == 2 * 2 * width * 4
+    assert memory.activation_memory_per_token == (2 * 24 + 3 * 40) * 4 + 37 * 4
+    ends = 2 * (24 + 6 * width) + 2 * (24 + 2 * width) + 3 * (24 + 40)  # inputs and outputs of a layer's projections
+    assert memory.overhead_memory == 2 * ends * 2 * 4 * 4  # of two layers, two adapters of rank 4
+    assert memory.parameter_memory + memory.overhead_memory == usage.allocated_bytes - reusing.plan.cache.num_bytes
+    assert not found.supports_tensor_parallelism
+    assert found.attention_mechanisms == (
+        AttentionType.GroupedQuery, AttentionType.Paged, AttentionType.Flash, AttentionType.SlidingWindow
+    )  # fmt: skip
+    cfg = replace(CFG, layer_windows=(None, None))
+    with ModelRunner(params, cfg, reusing.plan, device=reusing.device) as whole:
+        mechanisms = whole.capabilities().attention_mechanisms
+    assert mechanisms == (AttentionType.GroupedQuery, AttentionType.Paged, AttentionType.Flash)
 
 
 def test_every_call_after_close_says_so(params: ParamTree):

@@ -385,6 +385,17 @@ def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
     assert lora["position"] == "real-inference"
 
 
+def test_the_best_size_of_a_batch_is_what_lives_and_what_could_begin(executor: LlmExecutor, runner: ModelRunner):
+    for at in range(2):
+        runner.prefill(f"another's {at}", [at] * CAPACITY)  # six blocks of eighteen
+    assert executor.optimal_batch_size() == 4
+    run(executor.prefill(prompt([2] * 40)))
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 1
+    assert executor.optimal_batch_size() == 1 + 1
+    run(executor.prefill(prompt([3] * 8)))
+    assert executor.optimal_batch_size() == 2
+
+
 def test_the_executor_reports_what_the_model_is_and_can(executor: LlmExecutor, runner: ModelRunner):
     assert executor.info() == runner.model_info()
     assert executor.capabilities() == runner.capabilities()
