@@ -88,6 +88,15 @@ def test_after_preemption(runner: ModelRunner, alone: list[list[int]], caplog: p
     assert "are free; more kv_blocks or fewer max_seqs avoid it" in caplog.text
 
 
+def test_what_is_recomputed_after_preemption_is_not_told_as_cached(runner: ModelRunner):
+    """Although its own blocks are known prefixes then."""
+    prompts = [[30 + at, *range(15)] for at in range(3)]
+    with crowded(runner, 5):
+        outs = LLM.from_model(runner, max_rows=8, chunk_tokens=24).generate(prompts, SamplingParams(max_tokens=COUNT))
+    assert sum(out.preemptions for out in outs) > 0
+    assert [out.num_cached_tokens for out in outs] == [0, 0, 0]
+
+
 def test_answers_under_adapters_after_preemption(new_runner: MakeRunner):
     """A request binds its adapter anew each time it is recomputed, also where drafts are verified."""
     prompts, adapters = PROMPTS[:3], ["one", "two", None]
