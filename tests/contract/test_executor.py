@@ -1,6 +1,7 @@
 """What an executor of the six required methods does with the others."""
 
 import asyncio
+import builtins
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_the_stars_names_are_types_and_hide_no_builtin():
     exec("from ferrum_jax.contract import *", names)
     del names["__builtins__"]
     assert set(names) == set(ferrum_jax.contract.__all__)
-    assert not set(names) & set(dir(__builtins__))
+    assert not set(names) & set(dir(builtins))
     assert all(name[0].isupper() for name in names)
     assert ferrum_jax.TimeoutError is contract.errors.TimeoutError
     assert ferrum_jax.IOError is contract.errors.IOError

@@ -24,6 +24,13 @@ from ferrum_jax.serve.schema import (
 
 MESSAGE = {"role": "user", "content": "a"}
 TOOL = {"function": {"name": "f"}}
+
+
+def calls(size: int) -> list[dict[str, Any]]:
+    """Messages with a call whose arguments are so many characters."""
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "a" * size}}]}]
+
+
 LIMITS: list[tuple[type[Body], str, Any, Any, str]] = [  # what is taken, what is not, and what that says
     (CompletionBody, "stop", ["a"] * MAX_STOPS, ["a"] * (MAX_STOPS + 1), "at most 64 items"),
     (CompletionBody, "stop", "a" * LONGEST_TEXT, "a" * (LONGEST_TEXT + 1), "at most 256 characters"),
@@ -37,6 +44,9 @@ LIMITS: list[tuple[type[Body], str, Any, Any, str]] = [  # what is taken, what i
     (CompletionBody, "prompt", [[1]] * 2048, [[1]] * 2049, "prompt has 2049 prompts, at most 2048"),
     (CompletionBody, "prompt", [1] * 3000, ["a"] * 2049, "prompt has 2049 prompts, at most 2048"),
     (ChatBody, "messages", [MESSAGE] * MAX_MESSAGES, [MESSAGE] * (MAX_MESSAGES + 1), "at most 4096 items"),
+    (ChatBody, "messages", calls(1 << 20), calls((1 << 20) + 1), "at most 1048576 characters"),
+    (CompletionBody, "n", 128, 129, "less than or equal to 128"),
+    (ChatBody, "n", 128, 129, "less than or equal to 128"),
     (ChatBody, "tools", [TOOL] * MAX_TOOLS, [TOOL] * (MAX_TOOLS + 1), "at most 1024 items"),
     (ChatBody, "chat_template_kwargs", dict.fromkeys(map(str, range(128)), 1),
      dict.fromkeys(map(str, range(129)), 1), "at most 128 items"),
