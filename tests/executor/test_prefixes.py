@@ -121,20 +121,20 @@ def test_sequences_share_blocks_while_they_live(reusing: ModelRunner):
 
 
 def test_pressure_evicts_what_was_used_longest_ago_and_refuses_nothing(reusing: ModelRunner):
-    for key in "abc":
+    def reused(key: str) -> int:
+        before = saved(reusing)[2]
         reusing.prefill(key, [ord(key) % 37, *PROMPT[:39]])
         reusing.release(key)
-    reusing.prefill("b", [ord("b") % 37, *PROMPT[:39]])  # is used again
-    reusing.release("b")
-    assert reusing.cache_metrics_snapshot()["entries"] == 15
-    before = reusing.cache_metrics_snapshot()["evictions"]
+        return saved(reusing)[2] - before
+
+    assert [reused(key) for key in "abca"] == [0, 0, 0, 32]
+    counts = reusing.cache_metrics_snapshot()
+    assert counts["entries"] == 15
     reusing.prefill("d", [1] * 44)  # six blocks; three are blank
-    assert reusing.cache_metrics_snapshot()["evictions"] == before + 3
-    counts = saved(reusing)
-    reusing.prefill("b", [ord("b") % 37, *PROMPT[:39]])
-    assert saved(reusing)[2] == counts[2] + 32
-    for key in "bd":
-        reusing.release(key)
+    assert reusing.cache_metrics_snapshot()["evictions"] == counts["evictions"] + 3
+    assert reused("a") == 32
+    assert reused("b") < 32
+    reusing.release("d")
     assert reusing.kv_slot_capacity_snapshot().free_blocks == 18
 
 
