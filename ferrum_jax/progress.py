@@ -1,24 +1,26 @@
 """A progress bar on standard error for work that takes seconds or more; silent where nobody watches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import rich.progress
 from rich.console import Console
+from rich.progress import Progress
 
-Bar = Callable[[Iterable[Any]], Iterable[Any]]
+Bar = Callable[[Iterable[Any]], AbstractContextManager[Iterable[Any]]]
 
 
 def track(what: str) -> Bar:
-    """Returns a function that yields the items of a list and moves a bar."""
+    """Returns a function whose context has the items of a list, moves a bar with them, and removes it at its end."""
+    return partial(_tracked, what)
+
+
+@contextmanager
+def _tracked(what: str, items: Iterable[Any]) -> Iterator[Iterable[Any]]:
     console = Console(stderr=True)
-    is_seen = console.is_terminal  # elsewhere rich would start a thread all the same
-    return partial(
-        rich.progress.track,
-        description=what,
-        console=console,
-        transient=True,
-        auto_refresh=is_seen,
-        disable=not is_seen,
-    )
+    if not console.is_terminal:
+        yield items
+        return
+    with Progress(console=console, transient=True) as progress:
+        yield progress.track(items, description=what)

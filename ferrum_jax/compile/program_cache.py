@@ -75,7 +75,7 @@ class ProgramCache:
 
         Args:
             keys: the steps.
-            track: wraps the list of missing keys to show progress.
+            track: a context with the list of missing keys, to show progress.
             load: steps that are on disk are loaded now, not when first asked for.
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
@@ -126,8 +126,9 @@ class ProgramCache:
             is_alone = pool.submit(describe_settings).result() != describe_settings()
             jobs = {} if is_alone else {key: pool.submit(do, key) for key in keys}
             try:
-                for key in keys if track is None else track(keys):
-                    do(key) if is_alone else jobs[key].result()
+                with contextlib.nullcontext(keys) if track is None else track(keys) as shown:
+                    for key in shown:
+                        do(key) if is_alone else jobs[key].result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

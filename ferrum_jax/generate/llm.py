@@ -377,8 +377,9 @@ class LLM:
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed
         try:
-            with contextlib.closing(self._run(firsts or [first for first, *_ in groups])) as settled:
-                for at, group in enumerate(groups if bar is None else bar(groups)):
+            shown = contextlib.nullcontext(groups) if bar is None else bar(groups)
+            with contextlib.closing(self._run(firsts or [first for first, *_ in groups])) as settled, shown as each:
+                for at, group in enumerate(each):
                     for request in group:
                         while not request.is_settled:
                             next(settled)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -86,10 +87,10 @@ def assemble(
     plain = quantised_specs(family(cfg).param_specs(cfg), formats)
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
-    names = track("reading weights")(made) if progress else made
     own, laid = (named_leaves(tree, is_weight_spec) for tree in (plain, layout_specs(plain, cfg, layout)))
     put = DevicePlacer(placed.placement.first)
-    leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
+    with track("reading weights")(made) if progress else nullcontext(made) as names:
+        leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
     return from_names(tree, leaves)
 
 

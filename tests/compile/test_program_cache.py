@@ -55,9 +55,10 @@ def test_warmup_compiles_what_is_missing_and_shows_it(lowering: Lowering):
     cache.get(SMALL)
     shown: list[list[StepKey]] = []
 
-    def track(keys: list[StepKey]) -> Iterator[StepKey]:
+    @contextlib.contextmanager
+    def track(keys: list[StepKey]) -> Iterator[list[StepKey]]:
         shown.append(keys)
-        yield from keys
+        yield keys
 
     cache.warmup([LARGE, SMALL, OTHER], track)
     assert shown == [[LARGE, OTHER]]
