@@ -44,7 +44,7 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
-from ferrum_jax.weights.hub import resolve
+from ferrum_jax.weights.hub import model_name, resolve
 from ferrum_jax.weights.huge_pages import DevicePlacer
 from ferrum_jax.weights.safetensors_file import check_regular
 
@@ -238,7 +238,7 @@ def _load_on(
         root=root,
         free=free,
         strict=strict,
-        name=Path(source.path).name,
+        name=model_name(source.path),
         early=early,
         memory=memory,
     )

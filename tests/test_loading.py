@@ -249,6 +249,12 @@ def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert ferrum_jax.load_params(f"~/{NAME}")[1].model_type == "qwen3"
 
 
+def test_a_model_has_the_name_of_its_folder_wherever_it_is_loaded_from(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    with ferrum_jax.load(".", **SMALL) as runner:
+        assert runner.model_info().model_id == NAME
+
+
 @pytest.mark.slow
 def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"] | {"num_hidden_layers": 2})

@@ -13,6 +13,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import FLOAT4, LARGEST, POWERS
 from ferrum_jax.weights.folder import read_json
+from ferrum_jax.weights.hub import model_name
 from ferrum_jax.weights.packed import MXFP4_GROUP
 from ferrum_jax.weights.scheme import MXFP4, split_packing
 
@@ -73,7 +74,7 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")
-        name, fields = path.parent.name if path.name == "config.json" else path.stem, read_json(path)
+        name, fields = model_name(path.parent) if path.name == "config.json" else path.stem, read_json(path)
     cfg = ModelConfig.from_hf(split_packing(fields)[0])
     if dtype in LARGEST:
         return Subject(name=name, cfg=cfg, formats=choose_formats(cfg, dtype))

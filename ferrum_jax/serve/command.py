@@ -22,7 +22,9 @@ def serve(
     model: cli_options.ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free")] = 8000,
-    served_model_name: Annotated[str, typer.Option(help="What clients call the model [default: its file's name]")] = "",
+    served_model_name: Annotated[
+        str, typer.Option(help="What clients call the model [default: its id, or the name of its folder or file]")
+    ] = "",
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that requests must bring; may be given several times")
     ] = None,

@@ -87,6 +87,15 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
     return _download_snapshot(repo_id, revision or None, shown)
 
 
+def model_name(path: Path) -> str:
+    """Returns `org/name` for a snapshot in the Hub library's cache, else the name of the folder or file."""
+    place = Path(os.path.abspath(path))  # `.` has no name; links keep theirs
+    repository = place.parent.parent.name
+    if place.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")  # an id has no two dashes in a row
+    return place.name
+
+
 def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
     """Returns the folder of a repository in the Hub library's own cache."""
     # Imported here: it takes a quarter of a second, which a path on disk does not need.

@@ -220,6 +220,18 @@ def test_a_revision_is_followed(server: FakeHub) -> None:
     assert hub.resolve(f"org/tiny@{TAG_COMMIT}").name == TAG_COMMIT
 
 
+def test_a_snapshot_is_called_by_its_id_and_others_by_their_own_name(
+    server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asked in ("org/tiny", "org/tiny@v2"):
+        assert hub.model_name(hub.resolve(asked)) == "org/tiny"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked").symlink_to("elsewhere")
+    names = {"linked": "linked", ".": tmp_path.name, "..": tmp_path.parent.name, "models--gpt2/snapshots/a1": "gpt2"}
+    names["models--org--ggufs/snapshots/a1/model.gguf"] = "model.gguf"
+    assert {path: hub.model_name(Path(path)) for path in names} == names
+
+
 def test_the_second_time_works_when_the_server_is_gone(
     server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
