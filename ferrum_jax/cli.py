@@ -27,7 +27,12 @@ from ferrum_jax.conversation import chat, print_answer
 from ferrum_jax.serve.command import serve
 
 app = typer.Typer(
-    name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+    name="ferrum-jax",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which would take [default: …] for markup, and not show it
+    help=__doc__,
 )
 
 
@@ -138,7 +143,7 @@ def _standard_input() -> str:
 
 @app.command()
 def inspect(model: cli_options.ModelArgument = None) -> None:
-    """Show a model's architecture and sizes, and what would be compiled for it."""
+    """Show a model's architecture, its sizes and its compiled steps."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead, with_defaults
     from ferrum_jax.models.backends import fallback_reason
@@ -227,7 +232,10 @@ def plan(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead")] = False,
 ) -> None:
-    """Tell what a model needs on devices that are not here and how fast it can be, from its configuration alone."""
+    """Estimate what a model needs on other devices, and its speed.
+
+    It reads the configuration alone.
+    """
     import jax
 
     from ferrum_jax.config import EngineConfig
@@ -285,9 +293,10 @@ def compile_steps(
     folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:
-    """Compile everything that serving a model may need and store it on disk: later starts compile nothing.
+    """Compile all that serving a model may need, and keep it on disk.
 
-    Give the options that you will give to `serve`. For `chat` add --max-seqs 1, for `generate` --no-prefix-cache, too.
+    Later starts then compile nothing. Give the options that you will give to `serve`. For `chat` add --max-seqs 1, for
+    `generate` --no-prefix-cache, too.
     """
     given = locals()
     from ferrum_jax.compile import artifacts
@@ -348,7 +357,7 @@ def convert(
 
 @app.command()
 def devices() -> None:
-    """List the devices JAX sees, the memory they have left, and the kernels for CPUs."""
+    """List the devices JAX sees, their free memory, and CPU kernels."""
     import jax
 
     from ferrum_jax.ops import native

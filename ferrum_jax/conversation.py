@@ -43,7 +43,7 @@ def chat(
     tokenizer: cli_options.TokenizerOption = None,
     speculate: cli_options.SpeculateOption = None,
 ) -> None:
-    """Converse with a model, which keeps in mind what was said; /help lists the commands."""
+    """Converse with a model; /help lists what can be typed."""
     given = locals()
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM

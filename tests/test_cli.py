@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import typer
 from gguf import GGMLQuantizationType
 
 import ferrum_jax
@@ -386,6 +387,18 @@ def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...])
     expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
     expected |= {("convert",): "--dtype", ("compile",): "--clear", ("plan",): "--mesh"}
     assert expected[command] in out
+
+
+@pytest.mark.parametrize("name", sorted(typer.main.get_group(cli.app).commands))
+def test_help_has_every_text_whole(run: Run, name: str):
+    shown = "".join(run(name, "--help")[1].split())
+    for option in typer.main.get_group(cli.app).commands[name].params:
+        assert "".join((getattr(option, "help", None) or "").split()) in shown
+
+
+def test_the_list_of_commands_has_every_sentence_whole(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run("--help")[1].partition("Commands:")[2]
 
 
 def test_a_wrong_option_is_a_usage_error(run: Run):
