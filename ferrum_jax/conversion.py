@@ -99,11 +99,10 @@ def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 @contextmanager
 def _workplace(folder: Path, target: Path) -> Iterator[Path]:
-    """Yields a place for the checkpoint until it is whole: beside its target, or in one that must not be replaced."""
+    """Yields a place for the checkpoint until it is whole: in its target, or beside one that does not exist yet."""
     with orbax.writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
-        is_fixed = target.exists() and (target.is_mount() or not os.access(target.parent, os.W_OK))
-        place = target if is_fixed else target.parent
+        place = target if target.exists() else target.parent  # one that exists keeps its owner and permissions
         remove_abandoned(place, _SCRATCH)
         work = tempfile.TemporaryDirectory(dir=place, prefix=_SCRATCH, ignore_cleanup_errors=True)
     with work as path:
