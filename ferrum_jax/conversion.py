@@ -13,6 +13,7 @@ from ferrum_jax.config.engine import DTYPES
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load_params, open_checkpoint
+from ferrum_jax.models.quantisation import dequantise
 from ferrum_jax.sharding.devices import host_device
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
@@ -70,6 +71,8 @@ def convert(
         beside = Tokenizer.from_gguf(opened.file)
     with _workplace(folder, target) as work:  # before the weights are read, which may take long
         params, cfg = load_params(opened, asked.dtype, device=host_device(), quantize=quantize, progress=progress)
+        if quantize in (None, "none"):  # a quantised Orbax checkpoint is read as it is
+            params = dequantise(params)
         with orbax.writing(folder):
             orbax.save(work, params, replace(cfg, dtype=asked.dtype))
             if beside is not None:

@@ -19,6 +19,7 @@ from ferrum_jax import EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, FerrumError, IOError, NotFoundError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.models.layout import CHECKPOINT, FUSED
+from ferrum_jax.models.quantisation import dequantise
 from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.generate.test_request import letters
@@ -104,6 +105,16 @@ def test_a_checkpoint_is_converted_again_and_cast(folder: Path, tmp_path: Path):
     assert cfg.dtype == "bfloat16"
     tiny.assert_same_tree(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), expected))
     assert_same_tokenizer(load_tokenizer(again), load_tokenizer(folder))
+
+
+def test_a_quantised_checkpoint_is_dequantised_unless_it_is_kept(folder: Path, tmp_path: Path):
+    narrow = ferrum_jax.convert(folder, tmp_path / "narrow", quantize="int8", progress=False)
+    expected, _ = ferrum_jax.load_params(narrow)
+    kept = ferrum_jax.convert(narrow, tmp_path / "kept", quantize="keep", progress=False)
+    tiny.assert_same_tree(ferrum_jax.load_params(kept)[0], expected)
+    plain = ferrum_jax.convert(narrow, tmp_path / "plain", progress=False)
+    tiny.assert_same_tree(ferrum_jax.load_params(plain)[0], dequantise(expected))
+    assert not orbax.read_formats(plain)
 
 
 @pytest.mark.parametrize(
