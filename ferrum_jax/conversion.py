@@ -59,16 +59,13 @@ def convert(
         FerrumError: the model cannot be found or read.
     """
     folder, target = _places(destination)
-    opened = open_checkpoint(resolve(source, progress=progress))
-    if dtype is None:
-        named = opened.config.dtype.removeprefix("torch.")
-        dtype = named if named in DTYPES else "float32"
     asked = EngineConfig(dtype=dtype, quantize=quantize)
-    beside = None  # a folder's files are copied instead
-    if tokenizer is not None:
-        beside = load_tokenizer(tokenizer)
-    elif isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
-        beside = Tokenizer.from_gguf(opened.file)
+    beside = None if tokenizer is None else load_tokenizer(tokenizer)
+    opened = open_checkpoint(resolve(source, progress=progress))
+    named = opened.config.dtype.removeprefix("torch.")
+    asked = asked.over(EngineConfig(dtype=named if named in DTYPES else "float32"))
+    if beside is None and isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
+        beside = Tokenizer.from_gguf(opened.file)  # a folder's files are copied instead
     with _workplace(folder, target) as work:  # before the weights are read, which may take long
         params, cfg = load_params(opened, asked.dtype, device=host_device(), quantize=quantize, progress=progress)
         if quantize in (None, "none"):  # a quantised Orbax checkpoint is read as it is

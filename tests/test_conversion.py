@@ -190,6 +190,18 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(folder: Path, tm
     assert ferrum_jax.convert(folder, tmp_path / "empty", progress=False) == tmp_path / "empty"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [({"dtype": "int8"}, ConfigError), ({"quantize": "int3"}, ConfigError), ({"tokenizer": "nowhere"}, NotFoundError)],
+)
+def test_what_no_model_can_be_converted_with_is_refused_before_one_is_looked_for(
+    wrong: dict[str, Any], kind: type[FerrumError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ferrum_jax.conversion.resolve", lambda *_, **__: pytest.fail("a model was looked for"))
+    with pytest.raises(kind):
+        ferrum_jax.convert("org/name", tmp_path / "made", **wrong)
+
+
 def test_a_link_stands_for_the_folder_it_leads_to(folder: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     for name, at in (("link", "empty"), ("dangling", "not there yet")):

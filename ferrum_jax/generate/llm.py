@@ -60,11 +60,11 @@ class LLM:
         if speculation is not None:
             _check_kind("speculation", speculation, Speculation)
             settings["engine"] = speculation.settle(settings.get("engine"))
+        read = None if tokenizer is None else load_tokenizer(tokenizer)
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
-        if tokenizer is None and isinstance(source, GgufSource):
-            read = Tokenizer.from_gguf(source.file)
-        else:
-            read = load_tokenizer(source.path if tokenizer is None else tokenizer)
+        if read is None:
+            is_gguf = isinstance(source, GgufSource)
+            read = Tokenizer.from_gguf(source.file) if is_gguf else load_tokenizer(source.path)
         runner = load(source, **settings)
         try:
             self._setup(runner, read, speculation, runner.plan.spec_tokens, progress=settings.get("progress", True))

@@ -1,6 +1,7 @@
 """Callers of an engine that shares its runner with others: some wait, some are interrupted, stopped or walk away."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -74,7 +75,7 @@ class CallerClient(EngineClient):
             self.llm._intake.group(self.text(known), params, RequestOptions(self.adapter(known)))
             for known, params in asked
         ]
-        self.llm._finish(requests, cast(Any, interrupt))
+        self.llm._finish(requests, lambda groups: contextlib.nullcontext(interrupt(cast(Any, groups))))
 
     def generate(self, asked: Sequence[tuple[Known, SamplingParams]]) -> None:
         prompts = [self.text(known) for known, _ in asked]

@@ -1,6 +1,7 @@
 """`LLM`: over a hand-computable model, over a tiny runner, and once over the real one."""
 
 import asyncio
+import contextlib
 import gc
 import random
 import signal
@@ -420,7 +421,9 @@ def test_whoever_has_an_answer_finds_its_sequence_released(how: str, monkeypatch
             assert out.finished or model.releasing.wait(timeout=60)
 
     if how == "generate":
-        monkeypatch.setattr("ferrum_jax.generate.llm.track", lambda _: late)
+        monkeypatch.setattr(
+            "ferrum_jax.generate.llm.track", lambda _: lambda groups: contextlib.nullcontext(late(groups))
+        )
         llm.generate([[1], [1, 2, 3]], params, progress=True)
     elif how == "stream":
         for _ in llm.stream([1, 2, 3], params):
@@ -753,6 +756,7 @@ def test_the_list_of_a_single_answer_is_refused_where_there_are_several():
         ({"trust_remote_code": True}, "no setting 'trust_remote_code': known are tokenizer, speculation, dtype"),
         ({"max_seqs": 0}, "max_seqs is 0"),
         ({"max_seqs": 2, "engine": EngineConfig(max_seqs=3)}, "max_seqs is 2 as an argument and 3"),
+        ({"tokenizer": ""}, "tokenizer is '', expected the path of one"),
     ],
 )
 def test_settings_are_refused_before_a_model_is_looked_for(

@@ -1,5 +1,6 @@
 """`LLM.score`, log-probabilities of prompts and answers, and several answers of one prompt."""
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -277,7 +278,12 @@ def test_what_fails_while_a_prompt_is_read_fails_all_its_answers(runner: ModelRu
 
 def test_the_note_and_the_bar_count_continuations_though_some_share_their_prompt(monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
-    monkeypatch.setattr("ferrum_jax.generate.llm.track", lambda _: lambda items: counts.append(len(items)) or items)
+
+    def counted(items: list[Any]) -> contextlib.AbstractContextManager[list[Any]]:
+        counts.append(len(items))
+        return contextlib.nullcontext(items)
+
+    monkeypatch.setattr("ferrum_jax.generate.llm.track", lambda _: counted)
     llm = LLM.from_model(CrampedLLM(refused=9))
     assert len(llm.score([[1, 2], [1, 2], [7, 8]], [[3], [4], [5]], progress=True)) == 3
     with pytest.raises(RequestValidationError, match="not this token") as caught:
