@@ -1,9 +1,11 @@
 """Fixtures that several packages share."""
 
+import errno
 import gc
 import importlib.util
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -118,6 +120,25 @@ def forgotten_executables() -> Iterator[None]:
 def smollm2_path() -> Path:
     """The real model's file: fetched once, then taken from the user's cache."""
     return hub.resolve(None, progress=False)
+
+
+@pytest.fixture
+def close(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Takes the permission to search a folder, which root has for every one."""
+
+    def close(folder: Path) -> None:
+        def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+            def call_outside(path: Any, *rest: Any, **named: Any) -> Any:
+                if isinstance(path, (str, os.PathLike)) and folder in Path(path).parents:
+                    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+                return call(path, *rest, **named)
+
+            return call_outside
+
+        monkeypatch.setattr(os, "stat", refusing(os.stat))
+        monkeypatch.setattr(io, "open", refusing(io.open))
+
+    return close
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """From a folder to logits, and what `load` refuses."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from ferrum_jax.contract.errors import (
     FerrumError,
     InvalidFormatError,
     InvalidParameterError,
+    IOError,
     NotFoundError,
     ResourceExhaustedError,
 )
+from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops import native
+from ferrum_jax.planning.subject import read_subject
 from ferrum_jax.sharding import mesh
 from ferrum_jax.sharding.devices import find_device
 from tests import tiny
@@ -242,6 +246,19 @@ def test_a_path_that_leads_nowhere_or_to_no_model_is_refused(tmp_path: Path):
         ferrum_jax.load_params(tmp_path / "model.bin")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         ferrum_jax.load_params(tmp_path / "nowhere", dtype="int8")
+
+
+def test_a_folder_that_must_not_be_searched_is_refused(folder: Path, close: Callable[[Path], None]):
+    close(folder)
+    with pytest.raises(IOError, match=r"config\.json cannot be read: Permission denied"):
+        ferrum_jax.load(folder, **SMALL)
+    with pytest.raises(IOError, match=r"tokenizer\.json cannot be read: Permission denied"):
+        load_tokenizer(folder)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        read_subject(str(folder))
+    for load in (ferrum_jax.load, load_tokenizer):
+        with pytest.raises(NotFoundError):
+            load(folder / "below")
 
 
 def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch):

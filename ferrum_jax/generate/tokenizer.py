@@ -1,5 +1,6 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -142,7 +143,7 @@ class Tokenizer:
         config: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
         config |= {"prefixes_runs": True} if self.prefixes_runs else {}
         named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
-        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
         draws = {"do_sample": self.recommended.get("temperature", 1) > 0} if self.recommended else {}
         _write_json(folder / GENERATION, {"eos_token_id": list(self.eos_token_ids)} | draws | dict(self.recommended))
@@ -235,29 +236,31 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if not os.fspath(path):
         raise ConfigError("tokenizer is '', expected the path of one")
     path = Path(os.path.expanduser(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         return Tokenizer.from_folder(path)
-    if not path.exists():
-        raise NotFoundError(f"{path}: no such file or folder")
+    if not os.path.exists(path):
+        raise NotFoundError(f"{path}: no such file or folder, or it may not be read")
     if path.suffix.lower() != ".gguf":
         raise UnsupportedError(f"{path}: a tokenizer is read from a folder with tokenizer.json or from a .gguf file")
     return Tokenizer.from_gguf(path)
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise NotFoundError(f"{folder}: no such folder")
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    try:
+        text = read_text(file)
+    except NotFoundError:
         others = [name for name in _OTHER_VOCABULARIES if (folder / name).is_file()]
         if not others:
-            raise NotFoundError(f"{folder}: there is no tokenizer.json")
+            raise NotFoundError(f"{folder}: there is no tokenizer.json") from None
         raise UnsupportedError(
             f"{folder}: found {', '.join(others)} but no tokenizer.json; convert it once with "
             "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+        ) from None
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:  # the library raises no narrower one than Exception, or panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -383,7 +386,7 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Collects templates by name; template files override `tokenizer_config.json`."""
     source, of_processor = folder / "tokenizer_config.json", folder / "chat_template.json"
     stated = config.get("chat_template")
-    if stated is None and of_processor.exists():  # older versions of transformers write one beside images
+    if stated is None:  # older versions of transformers write one beside images
         source, stated = of_processor, _read_json(of_processor).get("chat_template")
     if stated is None:
         templates = {}
@@ -399,8 +402,7 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                 f"{source}: chat_template must be a string, a mapping of names to strings, or a list of named ones"
             ) from error
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if (folder / "chat_template.jinja").exists():
-        files["default"] = folder / "chat_template.jinja"
-    for name, file in files.items():
-        templates[name] = read_text(file)
+    templates |= {name: read_text(file) for name, file in files.items()}
+    with contextlib.suppress(NotFoundError):
+        templates["default"] = read_text(folder / "chat_template.jinja")
     return templates

@@ -67,12 +67,14 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
     if fields is None:
         try:
             path = Path(model).expanduser().resolve()
-        except (OSError, RuntimeError) as problem:  # no such user, or no home
+            is_folder = path.is_dir()
+            path = path / "config.json" if is_folder else path
+            is_file = path.is_file()
+        except (OSError, RuntimeError) as problem:  # no such user, no home, or it may not be read
             raise ConfigError(f"{model} cannot be found: {problem}") from None
-        if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
+        if path.suffix == ".gguf" or (is_folder and not is_file):
             raise UnsupportedError(f"{model} has no config.json: a plan reads that which the model was published with")
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        if not is_file:
             raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")
         name, fields = model_name(path.parent) if path.name == "config.json" else path.stem, read_json(path)
     cfg = ModelConfig.from_hf(split_packing(fields)[0])

@@ -49,7 +49,7 @@ QUANTISED = "quantised"  # field of the configuration: formats by name
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder was written by `save`."""
-    return (path / CONFIG).is_file()
+    return os.path.isfile(path / CONFIG)  # not Path's, which raises if the folder must not be searched
 
 
 def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> None:

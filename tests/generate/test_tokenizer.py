@@ -491,6 +491,15 @@ def test_a_folder_forgets_padding_and_truncation(tmp_path: Path):
     assert len(load_tokenizer(tmp_path).encode("abc")) == 3
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="which is a disk without space")
+def test_a_full_disk_is_an_os_error(tmp_path: Path):
+    tokenizer, full = load_tokenizer(write_folder(tmp_path)), tmp_path / "full"
+    full.mkdir()
+    (full / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        tokenizer.save(full)
+
+
 def test_eos_ids_come_from_generation_config_before_config(tmp_path: Path):
     write_folder(tmp_path, generation_config={"eos_token_id": [7, 9]}, config={"eos_token_id": 8})
     assert load_tokenizer(tmp_path).eos_token_ids == (7, 9)
