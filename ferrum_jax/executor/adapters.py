@@ -51,7 +51,7 @@ class LoadedAdapter:
         if path == "" or not self.path:
             return path == ""
         try:
-            return self.path == _from_root(path) or self.real_path == os.path.realpath(path)
+            return self.path == _from_root(path) or self.real_path == os.path.realpath(_from_root(path))
         except (OSError, TypeError, ValueError):  # `path` is no path
             return False
 
@@ -131,7 +131,7 @@ class Adapters:
         older = self.loaded.get(name)
         if is_pinned or (older is not None and not self._is_idle(older)):
             self.check_new(name)
-        places = _from_root(path), os.path.realpath(path)
+        places = _from_root(path), os.path.realpath(_from_root(path))
         # Only process 0 reads the files: another host may lack them, or have others under the same path.
         leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))
         return self._place(LoadedAdapter(name, *places, NONE, len(read.projections), is_pinned), leaves)
@@ -324,7 +324,7 @@ def _check_name(name: Any) -> None:
 
 
 def _from_root(path: str | os.PathLike[str]) -> str:
-    given = os.fspath(path)
+    given = os.path.expanduser(os.fspath(path))
     return given if os.path.isabs(given) else os.path.join(os.getcwd(), given)
 
 

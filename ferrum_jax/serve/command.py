@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ def _keys_in(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"the API keys in {path} cannot be read: {problem}") from None
     keys = [line.strip() for line in lines if line.strip()]

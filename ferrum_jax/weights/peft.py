@@ -52,6 +52,7 @@ class PeftAdapter:
 
 def has_files(folder: str | Path) -> bool:
     """True if both files of an adapter exist."""
+    folder = os.path.expanduser(folder)
     return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, WEIGHTS))
 
 
@@ -65,7 +66,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
         InvalidFormatError: a file is damaged, or tensors are missing, unknown, of a wrong shape or not finite; the
             message lists all.
     """
-    folder = Path(folder)
+    folder = Path(os.path.expanduser(folder))
     config = _read_config(folder)
     path = folder / WEIGHTS
     if not path.exists() and (folder / PICKLE).exists():
@@ -145,7 +146,7 @@ def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index
             tensors[_name(name, "B")] = np.ascontiguousarray(up[:, index])
     if not ranks:
         raise InvalidParameterError("the adapter changes no projection: every rank is 0")
-    folder, rank = Path(folder), max(ranks.values())
+    folder, rank = Path(os.path.expanduser(folder)), max(ranks.values())
     own = {re.escape(name): one for name, one in ranks.items() if one != rank}
     targets = sorted(
         ranks if len(ranks) < len(adapters.projections(cfg)) else {name.rpartition(".")[2] for name in ranks}

@@ -155,6 +155,17 @@ def test_a_relative_path_is_from_where_it_was_given(
     np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
 
 
+def test_a_tilde_is_the_home_folder(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(Path(adapter_folders["one"]).parent))
+    short = f"~/{Path(adapter_folders['one']).name}"
+    runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=short))
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["one"](TOKENS)[-1], atol=1e-4, rtol=0)
+    for path in (short, adapter_folders["one"]):  # the same adapter
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=path))
+
+
 def test_a_whole_path_needs_no_working_directory(
     runner: ModelRunner, adapter_folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -18,7 +18,7 @@ import pytest
 from ferrum_jax import cli
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
 from ferrum_jax.generate.llm import LLM
-from ferrum_jax.serve.command import serve
+from ferrum_jax.serve.command import _keys_in, serve
 from ferrum_jax.serve.server import Server, bind
 from tests import tiny
 from tests.serve.models import spelled
@@ -63,6 +63,12 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
         with pytest.raises(ConfigError):
             serve("/nowhere", **wrong)
     taken.close()
+
+
+def test_a_tilde_is_the_home_folder_of_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys").write_text("sk-1\n")
+    assert _keys_in(Path("~/keys")) == ["sk-1"]
 
 
 def test_the_log_leaves_out_which_backends_jax_did_not_find(
