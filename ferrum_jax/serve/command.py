@@ -92,6 +92,13 @@ def serve(
         adapters=_named_folders(adapter or ()),
     )
     settings = ServerSettings(**own)
+    if (settings.adapters or adapter_root) and not (max_loras and max_lora_rank):
+        raise ConfigError(
+            "--adapter and --adapter-root need --max-loras and --max-lora-rank, which are "
+            f"{max_loras} and {max_lora_rank}"
+        )
+    if len(settings.adapters) > max_loras:
+        raise ConfigError(f"--adapter names {len(settings.adapters)} adapters, --max-loras is {max_loras}")
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.speculation import Speculation

@@ -65,6 +65,19 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     taken.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adapter": ["a=folder"]}, "--adapter and --adapter-root need --max-loras and --max-lora-rank.* 0 and 0"),
+        ({"adapter_root": "/", "max_loras": 2}, "--adapter and --adapter-root need .* 2 and 0"),
+        ({"adapter": ["a=one", "b=two"], "max_loras": 1, "max_lora_rank": 8}, "2 adapters, --max-loras is 1"),
+    ],
+)
+def test_adapters_without_room_are_refused_before_the_model_is_read(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        serve("/nowhere", **given)
+
+
 def test_a_tilde_is_the_home_folder_of_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "keys").write_text("sk-1\n")
