@@ -1,6 +1,7 @@
 """Configurations of real models as they are published, settings, and the sizes that follow from both."""
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -647,6 +648,18 @@ def test_each_variable_is_read_and_a_wrong_one_is_named(variable: str, monkeypat
     assert getattr(EngineConfig.from_environment(), name) == value
     with pytest.raises(ConfigError, match=f"^{variable}={wrong!r} cannot be used"):
         EngineConfig.from_environment({variable: wrong})
+
+
+@pytest.mark.parametrize("text", ["false", "True", "off", "ON", "no", "yes"])
+def test_a_word_for_yes_or_no_is_no_folder_of_artifacts(text: str):
+    with pytest.raises(ConfigError, match=f"FERRUM_ARTIFACTS='{text}' cannot be used: expected 0, 1 or a folder"):
+        EngineConfig.from_environment({"FERRUM_ARTIFACTS": text})
+
+
+@pytest.mark.parametrize("folder", ["a\u00a0b", "\u3000x", os.fsdecode(b"caf\xe9"), "./off"])
+def test_a_folder_of_artifacts_has_any_name_that_a_folder_can_have(folder: str):
+    assert EngineConfig.from_environment({"FERRUM_ARTIFACTS": f"/{folder}"}).artifacts == f"/{folder}"
+    assert EngineConfig(artifacts=folder).artifacts == folder
 
 
 def test_the_prefix_cache_is_off_at_0_and_on_at_1():

@@ -152,9 +152,16 @@ def _checked(name: str, value: Any) -> Any:
         return _checked_options(value)
     elif name == "mesh":
         return _checked_mesh(value)
-    elif not (isinstance(value, bool) or (isinstance(value, str) and value and value.isprintable())):
+    elif not (isinstance(value, bool) or _is_path(value)):
         raise ConfigError(f"{name} is {safe_repr(value)}, expected a folder, True or False")
     return value
+
+
+def _is_path(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _checked_options(value: Any) -> CompilerOptions:
@@ -196,6 +203,12 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _folder_or_flag(text: str) -> str | bool:
+    if text.lower() in ("true", "false", "on", "off", "yes", "no"):
+        raise ValueError("expected 0, 1 or a folder")
+    return text == "1" if text in ("0", "1") else text
+
+
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_KV_CAPACITY": ("kv_capacity", int),
     "FERRUM_KV_MAX_BLOCKS": ("kv_blocks", int),
@@ -210,6 +223,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_SPEC_N": ("spec_tokens", int),
     "FERRUM_LAYOUT": ("layout", str),
     "FERRUM_MESH": ("mesh", str),
-    "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
+    "FERRUM_ARTIFACTS": ("artifacts", _folder_or_flag),
 }
 ENVIRONMENT: Mapping[str, str] = os.environ  # read by the compilers below JAX as well
