@@ -88,6 +88,7 @@ def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
         try:
             folder = Path(destination).expanduser().absolute()
             target = folder.resolve()
+            os.fspath(target).encode()  # raises a ValueError for bytes that tensorstore does not take
         except RuntimeError as problem:  # nobody's home, or links in a circle
             raise OSError(str(problem)) from None
         if target.is_dir():

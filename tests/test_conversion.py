@@ -235,6 +235,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_weights_are_read(
     (tmp_path / "file").touch()
     with pytest.raises(IOError, match=r"cannot write the checkpoint .*below"):
         ferrum_jax.convert(folder, tmp_path / "file" / "below", progress=False)
+    latin = tmp_path / os.fsdecode(b"caf\xe9")
+    latin.mkdir()
+    (tmp_path / "link").symlink_to(latin)
+    for place in (latin, latin / "made", tmp_path / "link"):  # tensorstore takes UTF-8 only
+        with pytest.raises(IOError, match=r"cannot write the checkpoint.*can't encode"):
+            ferrum_jax.convert(folder, place, progress=False)
 
 
 def test_what_killed_conversions_left_is_removed_after_a_day(folder: Path, tmp_path: Path):
