@@ -48,11 +48,13 @@ def main() -> None:
         with _no_interrupt_lost():
             app()
     except FerrumError as problem:
-        Console(stderr=True).print(f"[red]{problem.kind} error:[/red]", end=" ")
-        print(problem, file=sys.stderr)
+        if sys.stderr is not None:  # None if it was closed; `print` would take standard output
+            Console(stderr=True).print(f"[red]{problem.kind} error:[/red]", end=" ")
+            print(problem, file=sys.stderr)
         raise SystemExit(1) from None
     except OSError as problem:  # perhaps of standard output: errors of this package are FerrumErrors
-        print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
+        if sys.stderr is not None:
+            print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -409,6 +409,18 @@ def test_a_wrong_option_is_a_usage_error(run: Run):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("problem", [ConfigError("wrong"), OSError("broken")])
+def test_errors_are_not_told_on_standard_output_where_standard_error_is_closed(
+    problem: Exception, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> None:
+        raise problem
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run("devices") == (1, "", "")
+
+
 def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
     def interrupted() -> None:
         raise KeyboardInterrupt
