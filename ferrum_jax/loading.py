@@ -227,7 +227,7 @@ def _load_on(
         params, cfg = _read(source, settings, placed, progress and hosts.leads)
     memory = None if memory is None else memory.result()
     free = placed.placement.free_bytes(is_needed=reads_free) if memory is None else max(0, free - taken)
-    return build_runner(
+    runner = build_runner(
         params,
         cfg,
         settings,
@@ -242,6 +242,11 @@ def _load_on(
         early=early,
         memory=memory,
     )
+    longest, capacity = cfg.reaching(cfg.max_position_embeddings).max_seq_len, runner.kv_capacity()
+    if settings.kv_capacity is None and longest > capacity:
+        text = "%s: a sequence can have %d positions, the model can have %d with kv_capacity (--kv-capacity)"
+        _log.info(text, runner.name, capacity, longest)
+    return runner
 
 
 def _tell_dequantised(source: Checkpoint, settings: EngineConfig, placed: ModelPlacement) -> None:

@@ -1,5 +1,6 @@
 """From a folder to logits, and what `load` refuses."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +196,20 @@ def test_free_memory_is_not_asked_for_where_the_pool_is_given(folder: Path, monk
             ferrum_jax.from_params(runner.params, runner.model_config, kv_blocks=kv_blocks, max_seqs=2).close()
         assert len(needed) >= 2
         assert set(needed) == {kv_blocks is None}
+
+
+def test_a_capacity_below_the_models_is_told_if_nobody_has_asked_for_it(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ferrum_jax.executor.sizing.DEFAULT_CAPACITY", 16)
+    caplog.set_level(logging.INFO, "ferrum_jax.loading")
+    longest = tiny.CONFIGS[NAME]["max_position_embeddings"]
+    for asked in (16, longest, None):
+        assert caplog.messages == []
+        with ferrum_jax.load(folder, **(SMALL | {"kv_capacity": asked})) as runner:
+            assert runner.kv_capacity() == (asked or 16)
+    (message,) = caplog.messages
+    assert f"16 positions, the model can have {longest} with kv_capacity" in message
 
 
 def test_the_same_setting_given_twice_alike_is_no_contradiction(folder: Path):
