@@ -193,12 +193,14 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     }
     if plan is not None:
         own = cfg if division is None else division.local
+        replicas = settings.mesh_sizes.get("data", 1)
+        each = f" in each of {replicas} replicas" if replicas > 1 else ""
         rows |= {
             "attention by": plan.cache.attention if (why := fallback_reason(settings, own, device)) is None else why,
             "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
             "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
-            f"{plan.cache.num_bytes / 1e6:,.0f} MB",
-            "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
+            f"{plan.cache.num_bytes / 1e6:,.0f} MB{each}",
+            "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions{each}",
         }
     if plan is None:
         rows["[red]refused[/red]"] = refusal
@@ -282,6 +284,7 @@ def compile_steps(
     kv_capacity: cli_options.CapacityOption = None,
     memory_fraction: cli_options.MemoryOption = None,
     kv_blocks: cli_options.BlocksOption = None,
+    max_step_tokens: cli_options.StepTokensOption = None,
     prefix_cache: cli_options.PrefixOption = None,
     dtype: cli_options.DtypeOption = None,
     device: cli_options.DeviceOption = None,

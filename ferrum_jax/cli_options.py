@@ -40,7 +40,11 @@ SpeculateOption = Annotated[
     int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
 ]
 SequencesOption = Annotated[
-    int | None, typer.Option(help="Sequences at a time [default: 8; on a GPU or TPU up to 64, as memory allows]")
+    int | None,
+    typer.Option(help="Sequences at a time, of each replica [default: 8; on a GPU or TPU up to 64, as memory allows]"),
+]
+StepTokensOption = Annotated[
+    int | None, typer.Option(help="Tokens of prompts in one step at most [default: 2048; on a CPU 1024]")
 ]
 BlocksOption = Annotated[int | None, typer.Option(help="Blocks of the KV")]
 QuantizeOption = Annotated[
@@ -50,8 +54,12 @@ QuantizeOption = Annotated[
 ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0, …")]
-MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
-CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
+MeshOption = Annotated[
+    str | None, typer.Option(help="Devices along the axes, such as model=4,data=2; data makes replicas")
+]
+CapacityOption = Annotated[
+    int | None, typer.Option(help="Positions a sequence can reach [default: the model's, up to 4096]")
+]
 MaxLorasOption = Annotated[int, typer.Option(help="Adapters loaded at a time")]
 MaxLoraRankOption = Annotated[int, typer.Option(help="Largest rank of an adapter")]
 MemoryOption = Annotated[

@@ -106,7 +106,7 @@ def load(
         dtype: of weights and activations; if None, float32 on CPU and bfloat16 elsewhere.
         kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and no
             scales: numbers are clipped to -448 to 448.
-        max_seqs: live sequences.
+        max_seqs: live sequences, in each replica of the mesh.
         kv_capacity: positions that one sequence can have; a number above the model's maximum is cut to that. If None,
             the model's maximum, up to 4096.
         block_size: positions per KV block.

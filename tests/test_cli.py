@@ -260,6 +260,11 @@ def test_inspect_shows_what_a_mesh_will_be_served(run: Run, tmp_path: Path, monk
         out = run("inspect", path)[1]
         assert f"layout {layouts[-1]}," in " ".join(out.split())
     assert layouts[1] == "checkpoint"
+    monkeypatch.setenv("FERRUM_MESH", "data=2")
+    monkeypatch.setenv("FERRUM_PAGED_MAX_SEQS", "3")
+    told = " ".join(run("inspect", path)[1].split())
+    assert "MB in each of 2 replicas" in told
+    assert "serves 3 sequences of up to 160 positions in each of 2 replicas" in told
     monkeypatch.setenv("FERRUM_MESH", "model=64")
     assert "64 devices" in " ".join(run("inspect", path)[1].split())
 

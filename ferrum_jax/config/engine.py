@@ -46,8 +46,8 @@ class EngineConfig:
     kv_dtype: str | None = None
     attention: str | None = None  # the backend: xla, cpu, triton or tpu
     quantize: str | None = None  # quantisation of matrices, as in `load`; if None, "auto" on CPUs with kernels
-    max_seqs: int | None = None  # live sequences
-    kv_capacity: int | None = None  # positions that one sequence can have
+    max_seqs: int | None = None  # live sequences of each replica
+    kv_capacity: int | None = None  # positions that one sequence can have; None: the model's maximum, up to 4096
     block_size: int | None = None  # positions
     kv_blocks: int | None = None  # blocks in the pool
     memory_fraction: float | None = None  # of free device memory, for the default pool

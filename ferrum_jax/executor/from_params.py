@@ -41,7 +41,8 @@ def from_params(
         cfg: the model's. With LongRoPE (Phi-3) frequencies are chosen for `kv_capacity`, unless it has the long ones;
             functions given the `model_config` of what is returned compute what is served.
         mesh: as for `load`. Arrays that lie on its devices in the form in which they are served are not copied.
-        engine: how to run it; fields that are None are chosen for the model and the device.
+        engine: how to run it; fields that are None are chosen for the model and the device: `kv_capacity`, positions
+            of one sequence, is the model's maximum, up to 4096.
         strict: after `warmup`, a step that would have to be compiled is an error.
         **settings: fields of `EngineConfig`, which override those of `engine`. Compiled steps are kept on disk only in
             the folder that `artifacts` or `FERRUM_ARTIFACTS` names; `artifacts=True` is the user's cache folder.

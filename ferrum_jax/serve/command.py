@@ -63,6 +63,7 @@ def serve(
     kv_capacity: cli_options.CapacityOption = None,
     memory_fraction: cli_options.MemoryOption = None,
     kv_blocks: cli_options.BlocksOption = None,
+    max_step_tokens: cli_options.StepTokensOption = None,
     prefix_cache: cli_options.PrefixOption = None,
     max_loras: cli_options.MaxLorasOption = 0,
     max_lora_rank: cli_options.MaxLoraRankOption = 0,

@@ -103,6 +103,17 @@ def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkey
     assert calls == ["warmup", "freeze", "run"]
 
 
+def test_the_tokens_of_a_step_are_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, sizes = tiny.write_folder(tmp_path / "model", CONFIG), []
+    spelled(37).save(folder)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(
+        Server, "run", lambda server, _: sizes.append(server.service.llm.runner.plan.buckets.max_step_tokens)
+    )
+    serve(str(folder), port=0, kv_capacity=64, max_seqs=1, max_step_tokens=16, warmup=False)
+    assert sizes == [16]
+
+
 @pytest.mark.slow
 def test_a_process_serves_and_ends_on_a_signal(tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG)
