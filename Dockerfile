@@ -14,6 +14,7 @@ WORKDIR /home/ferrum
 # Mount points, which Docker would make as root's, parents included. A new volume takes their owner.
 RUN mkdir -p .cache/ferrum_jax .cache/huggingface
 EXPOSE 8000
-HEALTHCHECK --start-period=300s CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health')"]
+# On the port that the command line of the first process names.
+HEALTHCHECK --start-period=300s CMD ["python", "-c", "import re, urllib.request as r; own = re.search(r'--port[\\0=](\\d+)', open('/proc/1/cmdline').read()); r.urlopen(f'http://127.0.0.1:{own[1] if own else 8000}/health')"]
 ENTRYPOINT ["ferrum-jax", "serve"]
 CMD ["--host", "0.0.0.0"]
