@@ -121,6 +121,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def answered(job: dict[str, Any], logs: Path, count: int) -> dict[str, Any]:
     """Runs a job to its end; returns what process 0 has found."""
+    Path(job["file"]).unlink(missing_ok=True)
     with Job(job, count=count, logs=logs) as running:
         for index in range(count):
             assert running.end(index, 240) == 0, running.output(index)

@@ -272,12 +272,23 @@ def test_answers_that_no_loop_can_take_any_more_are_given_up():
 
 def test_closing_ends_what_runs():
     model = CountingLLM()
-    inner = LLM.from_model(model, max_rows=3)
+    inner, decode = LLM.from_model(model, max_rows=3), model.decode
+
+    def slow(cache_id: str, token: int, pos: int) -> Logits:
+        while pos == 10 and not inner.engine._is_closed:
+            time.sleep(0.001)
+        return decode(cache_id, token, pos)
+
+    model.decode = slow
 
     async def main() -> None:
         async with AsyncLLM(inner) as llm:
-            await anext(llm.generate([1], PARAMS))
+            answers = llm.generate([1], SamplingParams(max_tokens=60))
+            await anext(answers)
         inner.close()
+        assert model.lengths == {}
+        with pytest.raises(CancelledError, match="closed"):
+            _ = [out async for out in answers]
         with pytest.raises(CancelledError, match="closed"):
             await anext(AsyncLLM(inner).generate([1], PARAMS))
 

@@ -15,6 +15,7 @@ import pytest
 
 from ferrum_jax import LLM
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.server import Server, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.executor.conftest import ADAPTER_NAMES
@@ -191,7 +192,13 @@ def check_idle(server: Server) -> None:
     assert isinstance(llm.model, ModelRunner)
     assert is_empty(llm.model)
     assert llm.model._adapters.bound == {}
-    assert len(server.service.metrics.registry._names_to_collectors) > 0
+    assert samples_of(service.metrics) == samples_of(Metrics("tiny"))
+
+
+def samples_of(metrics: Metrics) -> set[tuple[str, ...]]:
+    """Names and labels of what is counted, but for the statuses of responses."""
+    counted = [one for one in metrics.registry.collect() if one.name != "ferrum:http_responses"]
+    return {(one.name, *one.labels.values()) for each in counted for one in each.samples}
 
 
 def test_a_short_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict[str, str]):
