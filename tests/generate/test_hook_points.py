@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from ferrum_jax.contract import DecoderOnlyLLM
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.rows import next_row
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models import Edit, replace_with
@@ -224,11 +226,23 @@ def test_multi_step_programs_and_drafts_leave_such_requests_exact(how: str, new_
 def test_a_change_of_weights_and_a_reset_keep_interventions(runner: ModelRunner, params: ParamTree):
     llm = LLM.from_model(runner)
     long = SamplingParams(max_tokens=30, logprobs=True, ignore_eos=True)
+    step, is_asked = llm.engine.scheduler.step, threading.Event()
+    requests: list[Request] = []
+
+    def held() -> None:
+        if all(one.choices for one in requests):
+            assert is_asked.wait(60)
+        step()
+
+    llm.engine.scheduler.step = held
     for change in (lambda: llm.set_params(params, live="recompute"), llm.reset):
         requests = [llm.request(prompt, long, None, given, POINTS) for prompt, given in zip(PROMPTS, EACH, strict=True)]
+        is_asked.clear()
         llm.engine.submit(*requests)
         while not all(one.choices for one in requests):
             time.sleep(0.001)
+        assert not any(one.is_done for one in requests)
+        is_asked.set()
         change()
         while not all(one.is_done for one in requests):
             time.sleep(0.001)

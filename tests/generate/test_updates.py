@@ -328,10 +328,11 @@ def test_the_arrays_of_an_adapter_change_in_flight_and_only_who_is_under_them_no
             version = llm.set_lora("tuned", trees[0], scale=2.0)
             asked = [(lora, replace(LONG, max_tokens=35, seed=at)) for at, lora in enumerate((None, "tuned", "tuned"))]
             requests = [llm.request([1, 2, 3], one, lora) for lora, one in asked]
+            bare = scores(llm, replace(requests[0].output(), token_ids=[5] * 9), None)
+            hold(llm, lambda requests=requests: all(one.choices for one in requests))
             llm.engine.submit(*requests)
             while not all(one.choices for one in requests):
                 time.sleep(0.001)
-            bare = scores(llm, replace(requests[0].output(), token_ids=[5] * 9), None)
             assert llm.set_lora("tuned", trees[1], scale=2.0, live=policy) == version + 1
             plain, *tuned = ended(requests)
             assert plain.finish_reason == "length"
@@ -343,6 +344,7 @@ def test_the_arrays_of_an_adapter_change_in_flight_and_only_who_is_under_them_no
                     {version} if policy in ("wait", "abort") else {version, version + 1}
                 )
                 assert out.finish_reason == ("abort" if policy == "abort" else "length")
+                assert 0 < old < 35 or policy == "wait"
                 if policy == "recompute":
                     assert out.logprobs is not None
                     assert out.logprobs[old:] == pytest.approx(scores(llm, out, "tuned", old), abs=1e-4)
