@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ferrum_jax
@@ -16,6 +17,7 @@ from ferrum_jax.models.rotary import frequencies
 from ferrum_jax.models.specs import named_leaves
 from scripts.make_references import logits_of
 from tests import tiny
+from tests.models.test_rotary import PUBLISHED, settings_of
 from tests.tiers import by_default
 
 pytestmark = pytest.mark.reference
@@ -114,3 +116,15 @@ def test_an_outer_original_length_is_taken_as_transformers_takes_it(kind: str, f
     theirs = LlamaRotaryEmbedding(LlamaConfig(**settings))
     np.testing.assert_allclose(found, theirs.inv_freq, rtol=1e-6)
     assert magnitude == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_frequencies_of_a_published_model_are_those_of_transformers(name: str):
+    settings = settings_of(name)
+    found, magnitude = frequencies(ferrum_jax.ModelConfig.from_hf(settings))
+    config = AutoConfig.for_model(**{key: value for key, value in settings.items() if key != "architectures"})
+    of_layer = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
+    scaling = config.rope_parameters.get("full_attention", config.rope_parameters)
+    theirs, their_magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), **of_layer)
+    np.testing.assert_allclose(found, theirs, rtol=1e-6)
+    assert magnitude == pytest.approx(their_magnitude)
