@@ -23,7 +23,7 @@ import numpy as np
 
 from bench import card, gguf_copy, models
 from bench.agreement import AGREEMENT, OURS, check_logits
-from bench.floor import Work, decode_work, prefill_work
+from bench.floor import Work, step_work
 from bench.llama_cpp_peer import LlamaCppPeer, quantise_file
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import TOKEN, Subject
@@ -33,8 +33,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.loading import load_params
 from ferrum_jax.models import quantise
-from ferrum_jax.models.quantisation import formats_of
-from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.models.quantisation import formats_of, specs_like
 from ferrum_jax.planning.subject import CONFIGURATIONS
 from ferrum_jax.sharding.devices import find_device
 from ferrum_jax.weights import hub
@@ -75,15 +74,15 @@ def _compare(found: argparse.Namespace) -> None:
         calls = {name: _decode(runner, count, context) for name, runner in runners.items()}
         prompts = [models.prompt(plain.config, context, seed=row) for row in range(count)]
         theirs = {name: peer.decode(prompts, TOKEN, burst=BURST) for name, peer in peers.items()}
-        work = decode_work(plain.config, rows=count, context=context, itemsize=np.dtype(plain.dtype).itemsize)
-        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds, theirs, peers)
+        works = _works(subjects, [(context, 1)] * count)
+        rows += _measure(f"decode {count}", calls, subjects, works, probes, found.rounds, theirs, peers)
         for runner in runners.values():
             runner.reset()
     for tokens in lengths:
         calls = {name: _prefill(runner, tokens) for name, runner in runners.items()}
         theirs = {name: peer.prefill(models.prompt(plain.config, tokens)) for name, peer in peers.items()}
-        work = prefill_work(plain.config, tokens=tokens, itemsize=np.dtype(plain.dtype).itemsize)
-        rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds, theirs, peers)
+        works = _works(subjects, [(0, tokens)])
+        rows += _measure(f"prompt of {tokens}", calls, subjects, works, probes, found.rounds, theirs, peers)
     _show(rows, agree)
     card.finish("quantised", found, conditions, rows, agree=agree)
 
@@ -123,8 +122,12 @@ def _find_peers(found: argparse.Namespace, plain: Subject) -> dict[str, LlamaCpp
     missing = [package for package in NEEDS["llama.cpp"] if importlib.util.find_spec(package) is None]
     if path is None or path.suffix != ".gguf" or missing or (platform, plain.dtype) != ("cpu", "float32"):
         return {}
-    eight_bits = LlamaCppPeer(plain, platform, kept="Q8_0")
-    return {SAME_FILE: LlamaCppPeer(plain, platform, path), EIGHT_BITS: eight_bits}
+    peers = {SAME_FILE: LlamaCppPeer(plain, platform, path)}
+    try:
+        peers[EIGHT_BITS] = LlamaCppPeer(plain, platform, kept="Q8_0")
+    except NotImplementedError as problem:
+        print(f"without {EIGHT_BITS}: {problem}")
+    return peers
 
 
 def _path_of(found: argparse.Namespace) -> Path | None:
@@ -145,6 +148,16 @@ def _engine(context: int, lengths: Sequence[int]) -> EngineConfig:
 
 def _kept(plain: Subject, name: str) -> Subject:
     return plain if name == PLAIN else replace(plain, params=quantise(plain.params, plain.config, name))
+
+
+def _works(subjects: Mapping[str, Subject], rows: Sequence[tuple[int, int]]) -> dict[str, Work]:
+    """Returns each subject's work of a step, whose KV is of the dtype of the weights in full."""
+    return {
+        name: step_work(
+            one.config, rows, itemsize=np.dtype(one.dtype).itemsize, specs=specs_like(one.params, one.config)
+        )
+        for name, one in subjects.items()
+    }
 
 
 def _agreement(runners: Mapping[str, ModelRunner], tokens: int) -> dict[str, float]:
@@ -171,7 +184,7 @@ def _measure(
     row: str,
     calls: Mapping[str, Contestant],
     subjects: Mapping[str, Subject],
-    work: Work,
+    works: Mapping[str, Work],
     probes: Probes,
     rounds: int,
     theirs: Mapping[str, Mapping[str, Contestant]],
@@ -186,8 +199,7 @@ def _measure(
     machine, first = ceilings(probes, times), times[PLAIN].median
     found = []
     for name, subject in subjects.items():
-        saved = _product_bytes(subjects[PLAIN]) - _product_bytes(subject)
-        floor = replace(work, num_bytes=work.num_bytes - saved).floor_ms(machine)
+        floor = works[name].floor_ms(machine)
         found.append(
             {
                 "row": row,
@@ -209,13 +221,6 @@ def _measure(
         checked = {"setting": best, "relative_error": max(errors[f"{name} {kind}"] for kind in theirs[name])}
         found.append({"row": row, "weights": name, "weight_bytes": peer.weight_bytes, **spent, **checked})
     return found
-
-
-def _product_bytes(subject: Subject) -> int:
-    """Bytes of all matrices that a step reads: not of embeddings that are looked up only."""
-    looked_up = () if subject.config.tie_word_embeddings else ("model.embed_tokens.",)
-    leaves = named_leaves(subject.params).items()
-    return sum(leaf.nbytes for name, leaf in leaves if leaf.ndim > 1 and not name.startswith(looked_up))
 
 
 def _show(rows: list[dict[str, Any]], agree: Mapping[str, float]) -> None:
