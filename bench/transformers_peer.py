@@ -42,23 +42,16 @@ class TransformersPeer:
         self._dtype = subject.dtype
         self._device = torch.device(DEVICES[platform])
         dtype = getattr(torch, subject.dtype)
+        config = AutoConfig.for_model(**_config(subject.config))
+        with torch.device("meta"):
+            _check_shapes(subject, AutoModelForCausalLM.from_config(config, dtype=dtype))
         with self._device:
-            config = AutoConfig.for_model(**_config(subject.config))
             self._model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-        self._fill(subject)
+        theirs = _parameters(self._model)
+        for name, leaf in named_leaves(subject.params).items():  # one by one: a second copy of all might not fit
+            theirs[name].copy_(torch.from_dlpack(leaf))
         self._graphs = ("graph", "compiled graph") if platform == "gpu" else ()
         self._compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
-
-    def _fill(self, subject: Subject) -> None:
-        """Copies the weights one by one: a second copy of all of them might not fit."""
-        theirs = self._model.state_dict()
-        if subject.config.tie_word_embeddings:
-            del theirs["lm_head.weight"]
-        ours = named_leaves(subject.params)
-        if set(theirs) != set(ours):
-            raise RuntimeError(f"parameters of one side alone: {sorted(set(theirs) ^ set(ours))}")
-        for name, leaf in ours.items():
-            theirs[name].copy_(torch.from_dlpack(leaf))
 
     @property
     def module(self) -> Any:
@@ -168,12 +161,40 @@ class TransformersPeer:
         return forward(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
+def _parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters by our names; those of gate and up are views of what it fuses for all experts."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            prefix = name.removesuffix("gate_up_proj")
+            found |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        else:
+            found[f"{name}.weight" if name.endswith(".experts.down_proj") else name] = tensor
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return found
+
+
+def _check_shapes(subject: Subject, model: Any) -> None:
+    """Raises NotImplementedError unless both sides have parameters of the same names and shapes."""
+    ours = {name: tuple(leaf.shape) for name, leaf in named_leaves(subject.params).items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in _parameters(model).items()}
+    if differ := sorted({name for name, _ in ours.items() ^ theirs.items()}):
+        some = "; ".join(f"{name} is {ours.get(name)}, there {theirs.get(name)}" for name in differ[:2])
+        family = subject.config.model_type
+        raise NotImplementedError(f"{subject.name}: {len(differ)} parameters of transformers' {family} differ: {some}")
+
+
 def _config(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the configuration in transformers' words, which most fields are already."""
     if any(cfg.layer_windows):
         raise NotImplementedError(f"windows of {cfg.model_type} are not set up for the peer")
     ours = ("rope_theta", "rope_scaling", "attention_out_bias", "qk_norm", "layer_windows", "dtype")
     fields = {name: value for name, value in asdict(cfg).items() if name not in ours}
+    if cfg.experts is not None:
+        dense = [layer for layer, is_sparse in enumerate(cfg.experts.sparse_layers) if not is_sparse]
+        fields |= fields.pop("experts") | {"mlp_only_layers": dense}
     scaling: dict[str, Any] = {"rope_type": "default"}
     if cfg.rope_scaling is not None:
         scaling = {name: value for name, value in asdict(cfg.rope_scaling).items() if value is not None}
