@@ -41,10 +41,32 @@ def above_zero(text: str) -> float:
     return value
 
 
+def at_least_one(text: str) -> int:
+    """Reads the value of an option, a count of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def record(text: str) -> Path:
+    """Reads the value of an option, the path of a file in a folder that is there."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a file's path in a folder that is there")
+    return path
+
+
 def options(
-    description: str | None, *, timed: bool = True, more: Callable[[argparse.ArgumentParser], None] | None = None
+    description: str | None,
+    *,
+    timed: bool = True,
+    rounds: int = 12,
+    more: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.Namespace:
-    """Reads the options that all benchmarks share, and those that `more` adds; `timed` ones have `--rounds`, too."""
+    """Reads the options that all benchmarks share, and those that `more` adds.
+
+    `timed` ones have `--rounds`, too, which is `rounds` unless it is given.
+    """
     reader = parser(description)
     named = ", ".join(CONFIGURATIONS)
     reader.add_argument(
@@ -54,16 +76,14 @@ def options(
     if more is not None:
         more(reader)
     if timed:
-        reader.add_argument("--rounds", type=int, help="turns of each contestant that count [12]")
+        reader.add_argument("--rounds", type=at_least_one, help=f"turns of each contestant that count [{rounds}]")
     reader.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds: shows that it runs")
-    reader.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
+    reader.add_argument("--json", type=record, metavar="PATH", help="write the JSON object there as well")
     found = reader.parse_args()
     if found.smoke and found.model is not None:
         reader.error(f"--smoke takes its own model, --model {found.model} contradicts it")
     if timed and found.rounds is None:
-        found.rounds = 2 if found.smoke else 12
-    if timed and found.rounds < 1:
-        reader.error(f"--rounds is {found.rounds}, expected at least 1")
+        found.rounds = 2 if found.smoke else rounds
     return found
 
 
@@ -127,9 +147,9 @@ def show_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
 def finish(name: str, found: argparse.Namespace, card: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
     """Prints the result as one line of JSON, the last one, and writes it to `--json` if asked."""
     line = json.dumps({"benchmark": name, "smoke": found.smoke, "card": card, "rows": rows, **more})
+    print(line, flush=True)
     if found.json is not None:
         found.json.write_text(line + "\n", encoding="utf-8")
-    print(line, flush=True)
 
 
 def _commit() -> str | None:

@@ -89,7 +89,9 @@ ACCELERATED = Course(
 
 def _more_options(reader: argparse.ArgumentParser) -> None:
     reader.add_argument("--layout", choices=LAYOUTS, help="of our parameters [the one they are served in by default]")
-    reader.add_argument("--most-rows", type=int, help="leave out decoding of more rows: a peer's KV may not fit [all]")
+    reader.add_argument(
+        "--most-rows", type=card.at_least_one, help="leave out decoding of more rows: a peer's KV may not fit [all]"
+    )
 
 
 @dataclass(frozen=True)

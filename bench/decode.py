@@ -36,7 +36,7 @@ BURST = 4  # calls in a row
 
 def main() -> None:
     """Runs the sweep and prints the table and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
     bare = {batch: BareStep.of(runner, batch) for batch in batches}

@@ -25,7 +25,7 @@ PAD, BEGIN = 0, 1  # token ids
 
 def main() -> None:
     """Measures both and prints the table and the JSON line."""
-    found = card.options(__doc__)
+    found = card.options(__doc__, rounds=5)
     subject = models.read(found, "float32")
     if subject.config.model_type != "llama":
         raise SystemExit(f"{subject.name} is a {subject.config.model_type}: this benchmark takes a Llama")
@@ -34,7 +34,7 @@ def main() -> None:
     size = subject.config.vocab_size
     drawn = [np.random.RandomState(at).randint(BEGIN + 1, size, tokens - 1) for at in range(answers // samples)]
     prompts = [" ".join(map(str, own)) for own in drawn for _ in range(samples)]
-    times = _measure(subject, prompts, tokens, limit, min(found.rounds, 5))
+    times = _measure(subject, prompts, tokens, limit, found.rounds)
     rows = [
         {
             "what": f"rollout of {answers} answers of {limit} tokens",

@@ -49,11 +49,11 @@ SMOKE_ENGINE = EngineConfig(max_seqs=4, kv_capacity=32, max_step_tokens=SMOKE_CH
 
 def main() -> None:
     """Measures both with everything at once, then the server at each rate, and prints the table and the JSON line."""
-    setting = start(__doc__, _engine(), SMOKE_ENGINE, timed=False, more=_more)
-    found, runner = setting.found, setting.runner
-    count = (8 if found.smoke else 64) if found.requests is None else found.requests
-    if count < 1:
-        raise SystemExit(f"--requests is {count}, expected at least 1")
+    found = card.options(__doc__, timed=False, more=_more)
+    if found.llama_server is not None:
+        models.check_has_files(found.model)
+    setting = start(found, _engine(), SMOKE_ENGINE)
+    runner, count = setting.runner, found.requests or (8 if found.smoke else 64)
     llm = LLM.from_model(runner)
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=SMOKE_CHUNK if found.smoke else CHUNK)
     at_once = _arrivals(runner, [0.0] * count, found.scale, smoke=found.smoke)
@@ -103,7 +103,7 @@ def _loop_seconds() -> float:
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, help="at each rate [64]")
+    parser.add_argument("--requests", type=card.at_least_one, help="at each rate [64]")
     parser.add_argument("--scale", type=card.above_zero, default=1.0, help="divides all lengths [1]")
     parser.add_argument("--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's server, to be measured too")
 

@@ -45,7 +45,7 @@ class Course:
 
 def main() -> None:
     """Runs every size of a chunk and prints the table and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     smoke = setting.found.smoke
     context, prompt = (SMOKE_CONTEXT, SMOKE_PROMPT) if smoke else (CONTEXT, PROMPT)
     rows = []

@@ -72,7 +72,14 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
         return random(f"{options.model}, random weights", ModelConfig.from_hf(CONFIGURATIONS[options.model]), dtype)
     path = hub.resolve(options.model)
     params, cfg = load_params(path, dtype, progress=True)
-    return Subject(Path(path).name, params, cfg, dtype)
+    is_id = options.model and not Path(options.model).expanduser().exists()
+    return Subject(str(options.model) if is_id else path.name, params, cfg, dtype)
+
+
+def check_has_files(model: str | None) -> None:
+    """Raises SystemExit for random weights: they have no tokenizer, and nothing that another process could read."""
+    if model in CONFIGURATIONS:
+        raise SystemExit(f"{model} has random weights and no files: name a model that has them")
 
 
 def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:

@@ -52,7 +52,7 @@ BURST = 4  # calls in a row
 
 def main() -> None:
     """Measures, plans, and prints the tables and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     rows = []
     for count, context in SMOKE_DECODES if found.smoke else DECODES:

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help=f"folder to write to [{IMAGES}]")
     parser.add_argument("--format", choices=("svg", "png"), default="svg", help="[svg]")
     parser.add_argument("--smoke", action="store_true", help="draw tiny runs: shows that it runs")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
+    parser.add_argument("--json", type=card.record, metavar="PATH", help="write the JSON object there as well")
     found = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = found.results or (_run_smoke(Path(folder)) if found.smoke else RESULTS)

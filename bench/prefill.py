@@ -30,7 +30,7 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=256)
 
 def main() -> None:
     """Runs every length and prints the table and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     lengths = SMOKE_LENGTHS if found.smoke else LENGTHS
     rows = [_measure(runner, setting.probes, tokens, found.rounds) for tokens in lengths]

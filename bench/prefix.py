@@ -30,7 +30,7 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=128)
 
 def main() -> None:
     """Times both prefills in turn and prints the table and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     rows = [_measure(runner, setting.probes, found.rounds)]
     row = rows[0]

@@ -35,9 +35,12 @@ ENGINE = EngineConfig(
 
 def main() -> None:
     """Serves the load on both, and prints the table, the aim and the JSON line."""
+    found = card.options(__doc__, timed=False)
+    if found.model is not None:
+        raise SystemExit(f"the model is a tiny random one, --model {found.model} contradicts that")
+    jax.config.update("jax_platforms", "cpu")
     if jax.config.values["jax_num_cpu_devices"] < 2:
         jax.config.update("jax_num_cpu_devices", 2)
-    found = card.options(__doc__, timed=False)
     subject = models.random("tiny random", models.TINY, default_dtype(find_device(None)))
     prompts = _prompts(4, 16) if found.smoke else _prompts(GROUPS, ALONE)
     rows = []

@@ -49,7 +49,7 @@ TOLERANCE = 2e-3  # of logits and log-probabilities, in float32
 
 def main() -> None:
     """Measures the three beside transformers and prints the tables and the JSON line."""
-    found = card.options(__doc__, more=_more)
+    found = card.options(__doc__, rounds=5, more=_more)
     subject = models.read(found)
     conditions = card.show_card(subject)
     from bench.transformers_peer import TransformersPeer  # a peer is optional elsewhere
@@ -83,7 +83,7 @@ def _more(parser: argparse.ArgumentParser) -> None:
         choices=("patching", "gradient", "scoring"),
         help="what to measure; may come again [all]",
     )
-    parser.add_argument("--texts", type=int, help=f"texts to score [{TEXTS}]")
+    parser.add_argument("--texts", type=card.at_least_one, help=f"texts to score [{TEXTS}]")
 
 
 def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
         return answers
 
     error = _agree(np.concatenate([np.asarray(one) for one in ours()]), np.stack(theirs()))
-    times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=min(rounds, 3))
+    times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=rounds)
     return {
         "what": f"{layers * length} patches of a prompt of {length} ({width} wide)",
         "ours_s": times["ours"].median / 1e3,
@@ -173,7 +173,7 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     error = abs(float(steps["ours"]()[0]) - theirs())
     assert error < TOLERANCE, f"losses differ by {error}"
     contestants = {name: Contestant(run) for name, run in steps.items()} | {"theirs": Contestant(theirs)}
-    times = alternate(contestants, rounds=min(rounds, 5))
+    times = alternate(contestants, rounds=rounds)
     model.zero_grad(set_to_none=True)
     memory = {name: _memory_mb(lambda run=one.run: jax.block_until_ready(run())) for name, one in contestants.items()}
     model.zero_grad(set_to_none=True)

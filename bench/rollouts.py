@@ -33,11 +33,10 @@ ENDS = 0.02  # share of the vocabulary that ends an answer
 
 def main() -> None:
     """Generates all rollouts in one call and prints the table and the JSON line."""
-    setting = start(__doc__, _engine(ROWS, TOKENS + LIMIT), _engine(SMOKE_ROWS, SMOKE[2] + SMOKE[3]), more=_more)
+    found = card.options(__doc__, more=_more)
+    setting = start(found, _engine(ROWS, TOKENS + LIMIT), _engine(SMOKE_ROWS, SMOKE[2] + SMOKE[3]))
     found, runner = setting.found, setting.runner
     prompts, samples, tokens, limit = SMOKE if found.smoke else (PROMPTS, found.samples, TOKENS, LIMIT)
-    if samples < 1:
-        raise SystemExit(f"--samples is {samples}, expected at least 1")
     size, draw = runner.model_config.vocab_size, np.random.RandomState(0)
     ends = draw.choice(size, int(size * ENDS), replace=False).tolist()
     params = SamplingParams(max_tokens=limit, temperature=1.0, seed=0, n=samples, stop_token_ids=ends)
@@ -103,7 +102,7 @@ def _engine(rows: int, capacity: int) -> EngineConfig:
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each prompt (default: {SAMPLES})")
+    parser.add_argument("--samples", type=card.at_least_one, default=SAMPLES, help=f"of each prompt [{SAMPLES}]")
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ BURST = 4  # calls in a row
 
 def main() -> None:
     """Runs both sweeps and prints the table, the lines and the JSON line."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    setting = start(card.options(__doc__), ENGINE, SMOKE_ENGINE)
     smoke = setting.found.smoke
     context = SMOKE_CONTEXT if smoke else CONTEXT
     by_batch = [_measure(setting, "batch", batch, context) for batch in (SMOKE_BATCHES if smoke else BATCHES)]

@@ -42,12 +42,10 @@ TEMPERATURES = (0.0, 0.8)
 
 def main() -> None:
     """Finds the ceiling, runs every rate, and prints the table and the JSON line."""
-    setting = start(__doc__, _engine(), SMOKE_ENGINE, timed=False, more=_more)
+    setting = start(card.options(__doc__, timed=False, more=_more), _engine(), SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     chunk = SMOKE_CHUNK if found.smoke else CHUNK
-    count = (8 if found.smoke else 100) if found.requests is None else found.requests
-    if count < 1:
-        raise SystemExit(f"--requests is {count}, expected at least 1")
+    count = found.requests or (8 if found.smoke else 100)
     beside = [_generate(runner, temperature, smoke=found.smoke) for temperature in TEMPERATURES]
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
     at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
@@ -71,7 +69,7 @@ def main() -> None:
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, help="that arrive at each rate [100]")
+    parser.add_argument("--requests", type=card.at_least_one, help="that arrive at each rate [100]")
     parser.add_argument("--ttft-limit", type=card.above_zero, default=1000.0, metavar="MS", help="[1000]")
     parser.add_argument("--tpot-limit", type=card.above_zero, default=100.0, metavar="MS", help="[100]")
 

@@ -1,7 +1,6 @@
-"""What most benchmarks begin with: options, a model that runs, the machine's ceilings and the card, then warm-up."""
+"""What most benchmarks begin with: a model that runs, the machine's ceilings and the card, then warm-up."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +24,8 @@ class Setting:
         card.finish(name, self.found, self.conditions, rows, **more)
 
 
-def start(
-    description: str | None,
-    engine: EngineConfig,
-    smoke: EngineConfig,
-    *,
-    timed: bool = True,
-    more: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> Setting:
-    """Reads the options, loads and warms the model up, `--smoke` with the engine `smoke`, and shows the card."""
-    found = card.options(description, timed=timed, more=more)
+def start(found: argparse.Namespace, engine: EngineConfig, smoke: EngineConfig) -> Setting:
+    """Loads and warms up the model that the options ask for, with `--smoke` as `smoke` says, and shows the card."""
     subject = models.read(found)
     probes = make_probes(subject.dtype, smoke=found.smoke)
     runner = models.run(subject, smoke if found.smoke else engine)

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from rich.progress import track
@@ -73,6 +74,9 @@ finally:
 def main() -> None:
     """Writes both checkpoints, has them loaded, and prints the table, the aim and the JSON line."""
     found = card.options(__doc__, timed=False, more=_more)
+    if found.model is not None:
+        raise SystemExit(f"the checkpoint is of random weights, --model {found.model} contradicts that")
+    jax.config.update("jax_platforms", "cpu")  # as in the processes that load
     shape, layers = CONFIG | (SMALL if found.smoke else {}), 2
     if not found.smoke:
         one, two = (_bytes(shape | {"num_hidden_layers": count}) for count in (1, 2))

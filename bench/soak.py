@@ -90,7 +90,7 @@ class Source:
 
 def main() -> None:
     """Runs the traffic and prints the table, the verdict and the JSON line; fails if anything was compiled or lost."""
-    setting = start(__doc__, ENGINE, SMOKE_ENGINE, timed=False, more=_more)
+    setting = start(card.options(__doc__, timed=False, more=_more), ENGINE, SMOKE_ENGINE)
     runner = setting.runner
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=runner.plan.buckets.max_step_tokens)
     minutes = setting.found.minutes or (SMOKE_MINUTES if setting.found.smoke else 60.0)

@@ -45,6 +45,7 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, max_step_tokens=64, verify_block
 def main() -> None:
     """Runs every task and prints the table and the JSON line."""
     found = card.options(__doc__)
+    models.check_has_files(found.model)
     subject = models.read(found)
     runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
     conditions = card.show_card(subject, runner.plan.cache)

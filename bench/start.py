@@ -67,6 +67,7 @@ llm.close()
 def main() -> None:
     """Starts processes one after another and prints the table and the JSON line."""
     found = card.options(__doc__, timed=False)
+    models.check_has_files(found.model)
     subject = models.read(found)
     conditions = card.show_card(subject)
     with tempfile.TemporaryDirectory() as scratch:

@@ -42,9 +42,12 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 
 def main() -> None:
     """Measures them in turn and prints the table and the JSON line."""
-    setting = start(__doc__, _engine(ROWS, PROMPT + TOKENS), _engine(SMOKE_ROWS, sum(SMOKE)))
-    found, runner = setting.found, setting.runner
-    tokenizer = _letters(runner.model_config.vocab_size) if found.smoke else _tokenizer(found.model)
+    found = card.options(__doc__)
+    models.check_has_files(found.model)
+    setting = start(found, _engine(ROWS, PROMPT + TOKENS), _engine(SMOKE_ROWS, sum(SMOKE)))
+    runner = setting.runner
+    size = runner.model_config.vocab_size
+    tokenizer = _letters(size) if found.smoke else load_tokenizer(hub.resolve(found.model))
     prompt, tokens = SMOKE if found.smoke else (PROMPT, TOKENS)
     drafting = LLM.from_model(runner, tokenizer, speculation=Speculation(num_tokens=DRAFTED))
     llm, rows = LLM.from_model(runner, tokenizer), runner.plan.max_seqs
@@ -88,13 +91,6 @@ def _row(name: str, formed: int, timing: Timing, tokens: int, plain: Timing) -> 
 
 def _engine(rows: int, capacity: int) -> EngineConfig:
     return EngineConfig(max_seqs=rows, kv_capacity=capacity, decode_rows=(rows,), spec_tokens=DRAFTED)
-
-
-def _tokenizer(model: str | None) -> Tokenizer:
-    """Reads that of the model; random weights have none."""
-    if model in models.CONFIGURATIONS:
-        raise SystemExit(f"{model} has random weights and no tokenizer: name a model that has one")
-    return load_tokenizer(hub.resolve(model))
 
 
 def _letters(vocab_size: int) -> Tokenizer:
