@@ -18,7 +18,6 @@ from bench.timing import Contestant, alternate
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import LAYOUTS
 from ferrum_jax.models.backends import cache_spec, choose_attention
-from ferrum_jax.models.layout import lay_out
 
 BLOCK_SIZE = 128  # positions
 BLOCK_TOKENS = 64  # of a query block
@@ -51,7 +50,7 @@ def main() -> None:
     found = card.options(__doc__)
     subject = models.read(found)
     conditions = card.show_card(subject)
-    params = {layout: lay_out(subject.params, subject.config, layout) for layout in LAYOUTS}
+    params = {layout: models.laid_out(subject, layout) for layout in LAYOUTS}
     rows = []
     for phase in SMOKE_PHASES if found.smoke else PHASES:
         steps = {layout: _bare(subject, params[layout], phase, layout) for layout in LAYOUTS}

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ferrum_jax import models
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
@@ -83,27 +82,29 @@ def check_has_files(model: str | None) -> None:
 
 
 def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
-    """Draws random weights on the device; the matrices are drawn in float32 one by one, and then rounded."""
-    return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
+    """Draws random weights, which lie as served ones do; matrices are drawn in float32 one by one, and then rounded."""
+    place, key = DevicePlacer(find_device(None)), jax.random.key(0)
+    params = map_specs(lambda own, spec: place(specs.draw(own, spec, key, dtype)), family(cfg).param_specs(cfg))
+    return Subject(name, params, cfg, dtype)
 
 
 def with_experts_in(name: str, cfg: ModelConfig, dtype: str, kind: Format) -> Subject:
-    """Draws random weights, of experts the values, scales and offsets of a format, given for groups of 32 inputs."""
+    """As `random`, but draws of experts the values, scales and offsets of a format, given for groups of 32 inputs."""
     plain = family(cfg).param_specs(cfg)
     formats = {
         own: replace(kind, groups=spec.shape[-1] // 32)
         for own, spec in named_leaves(plain).items()
         if "expert" in spec.axes and spec.axes[-1] in ("embed", "mlp")
     }
-    rng, key = np.random.default_rng(0), jax.random.key(0)
+    rng, key, place = np.random.default_rng(0), jax.random.key(0), DevicePlacer(find_device(None))
 
     def draw(own: str, spec: ParamSpec) -> jax.Array:
         if spec.dtype == "uint8":
             low, high = (118, 122) if own.endswith(".scales") else (0, 256)
-            return jax.device_put(rng.integers(low, high, spec.shape, np.uint8))
+            return place(rng.integers(low, high, spec.shape, np.uint8))
         if own.endswith((".scales", ".offsets")):
-            return jax.device_put((rng.standard_normal(spec.shape, np.float32) / 256).astype(spec.dtype))
-        return specs.draw(own, spec, key, dtype)
+            return place((rng.standard_normal(spec.shape, np.float32) / 256).astype(spec.dtype))
+        return place(specs.draw(own, spec, key, dtype))
 
     return Subject(name, map_specs(draw, quantised_specs(plain, formats)), cfg, dtype)
 
@@ -120,9 +121,7 @@ def run(
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
     layout = layout or _served_layout(subject, plan.cache.attention)
-    params = subject.params
-    if layout != CHECKPOINT:  # compiled here, and then put as `load` puts what it reads
-        params = DevicePlacer(device)(lay_out(params, subject.config, layout))
+    params = laid_out(subject, layout)
     kept = None
     if artifacts is not None:
         here = Placement((device,))
@@ -130,6 +129,13 @@ def run(
             artifacts, describe_program(subject.config, params, plan.cache, plan.sampler, plan.loras, here)
         )
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
+
+
+def laid_out(subject: Subject, layout: str) -> ParamTree:
+    """Returns the parameters in a layout, put as `load` puts what it reads."""
+    if layout == CHECKPOINT:
+        return subject.params
+    return DevicePlacer(find_device(None))(lay_out(subject.params, subject.config, layout))
 
 
 def _served_layout(subject: Subject, attention: str) -> str:
