@@ -2,7 +2,8 @@
 
 The contract's `decode_batch` at a context of 256 for batches of 1 to 64, and at batch 1 for contexts of 128 to 8,064,
 each row of the table beside its floor. The straight line nearest to the medians of a sweep has a slope (what one more
-row or position costs), an intercept (what a step costs before any) and a residual (how far from a line it is).
+row or position costs), an intercept (what a step costs before any) and a residual (the root mean square of how far the
+medians are from it).
 """
 
 from dataclasses import replace
@@ -69,7 +70,7 @@ def _fit(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
     unit = {"rows": "row", "context": "position"}[name]
     print(
         f"{line.slope * 1e3:.1f} us for one more {unit}, {line.intercept:.2f} ms before any, "
-        f"{line.residual:.2f} ms off the line"
+        f"{line.residual:.2f} ms off the line in root mean square"
     )
     return {"slope_ms": line.slope, "intercept_ms": line.intercept, "residual_ms": line.residual}
 
