@@ -122,8 +122,9 @@ def _work(load: Load, cfg: ModelConfig, dtype: str) -> Work:
     sequences, tokens = (load.rows, 1) if load.tokens == 1 else (1, load.rows * load.tokens)
     pairs = tokens * load.context + tokens * (tokens + 1) // 2
     width = cfg.head_dim * jnp.dtype(dtype).itemsize
+    value = cfg.head_dim if cfg.latent is None else cfg.latent.kv_lora_rank
     return Work(
-        operations=4 * sequences * pairs * cfg.num_attention_heads * cfg.head_dim,
+        operations=2 * sequences * pairs * cfg.num_attention_heads * (cfg.head_dim + value),
         num_bytes=(1 if cfg.latent else 2) * sequences * (load.context + tokens) * cfg.num_key_value_heads * width,
     )
 

@@ -1,8 +1,8 @@
 """What one device does in a step: operations, bytes it reads, and collectives, counted from the configuration.
 
-Attention counts the positions that are seen; no softmax, norm, rotation or activation is counted, so that times from
-these figures are below what any implementation can reach. Of experts, each token meets those it chooses, and a step
-reads as many as tokens would choose that choose evenly and by themselves.
+Attention counts the positions that are seen, over latents in the form of fewer operations; no softmax, norm, rotation
+or activation is counted, so that times from these figures are below what any implementation can reach. Of experts, each
+token meets those it chooses, and a step reads as many as tokens would choose that choose evenly and by themselves.
 """
 
 import math
@@ -89,15 +89,14 @@ def step_work(
         elif name.startswith(head):
             operations += 2 * numbers_of(name, spec) * len(rows)
             num_bytes += spec_bytes(spec, itemsize)
-    seen, held = _positions(cfg, rows)
-    if cfg.latent is None:
-        attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
-        cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
-    else:  # one vector is the key of all heads, and but for what turns their value, too
-        value = cfg.latent.kv_lora_rank
-        attention = 2 * cfg.num_attention_heads * (2 * value + cfg.latent.qk_rope_head_dim) * seen
-        cached = cfg.latent.cached_dim * held
-    return Work(operations + attention, round(num_bytes), (kv_itemsize or itemsize) * cached)
+    cached = 2 * cfg.num_key_value_heads * cfg.head_dim if cfg.latent is None else cfg.latent.cached_dim
+    held = 0
+    for window in cfg.layer_windows:
+        for start, count in rows:
+            seen, before = _positions(window, start, count)
+            operations += 2 * cfg.num_attention_heads * _products_of_a_head(cfg, seen, before)
+            held += before + count
+    return Work(operations, round(num_bytes), (kv_itemsize or itemsize) * cached * held)
 
 
 def numbers_of(name: str, spec: ParamSpec) -> int:
@@ -112,15 +111,23 @@ def spec_bytes(spec: ParamSpec, itemsize: int) -> int:
     return math.prod(spec.shape) * (itemsize if spec.dtype is None else np.dtype(spec.dtype).itemsize)
 
 
-def _positions(cfg: ModelConfig, rows: Rows) -> tuple[int, int]:
-    """Positions, summed over layers: seen by every token, and held by any row that sees them."""
-    seen, held = 0, 0
-    for window in cfg.layer_windows:
-        for start, count in rows:
-            spans = [min(at + 1, window or at + 1) for at in range(start, start + count)]
-            seen += sum(spans)
-            held += min(start + count, spans[0] + count - 1)
-    return seen, held
+def _positions(window: int | None, start: int, count: int) -> tuple[int, int]:
+    """Positions of one layer: seen, summed over a row's new tokens, and those before the new ones that any sees."""
+    spans = [min(at + 1, window or at + 1) for at in range(start, start + count)]
+    return sum(spans), spans[0] - 1
+
+
+def _products_of_a_head(cfg: ModelConfig, seen: int, before: int) -> int:
+    """Numbers that one head multiplies in attention, beyond the projections of new tokens.
+
+    Latent attention has two forms. Either queries and outputs are projected to the latent, which is key and value, or
+    keys and values are projected from it: of new tokens that costs as much, of each position before them once more.
+    """
+    latent = cfg.latent
+    if latent is None:
+        return 2 * cfg.head_dim * seen
+    rank, own = latent.kv_lora_rank, latent.qk_nope_head_dim + latent.v_head_dim
+    return min((rank + latent.cached_dim) * seen, (own + latent.qk_rope_head_dim) * seen + own * rank * before)
 
 
 def step_collectives(

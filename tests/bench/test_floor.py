@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench import attention
 from bench.floor import Work, decode_work, place, prefill_work, step_work
 from bench.machine import Machine
 from bench.models import TINY
@@ -18,12 +19,32 @@ def test_the_work_of_a_token_is_what_the_configuration_says():
     assert work.num_bytes == 4 * (products + head + 3 * 2 * 10 * 2 * 16)
 
 
+LATENT = LatentConfig(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+OF_LATENTS = replace(TINY, model_type="deepseek_v2", latent=LATENT, head_dim=LATENT.cached_dim)
+
+
 def test_of_latents_one_vector_is_read_for_all_heads():
-    latent = LatentConfig(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-    cfg = replace(TINY, model_type="deepseek_v2", latent=latent, head_dim=latent.qk_nope_head_dim + 4)
-    empty, full = (decode_work(cfg, rows=1, context=context, itemsize=4) for context in (0, 9))
-    assert full.num_bytes - empty.num_bytes == 4 * 2 * 9 * (32 + 4)
-    assert full.operations - empty.operations == 2 * 9 * 2 * TINY.num_attention_heads * (32 + 4 + 32)
+    some, more = (decode_work(OF_LATENTS, rows=1, context=context, itemsize=4) for context in (9, 18))
+    assert more.num_bytes - some.num_bytes == 4 * 2 * 9 * (32 + 4)
+    assert more.operations - some.operations == 2 * 9 * 2 * TINY.num_attention_heads * (32 + 4 + 32)
+
+
+def test_attention_over_latents_does_the_fewer_operations_of_its_two_forms():
+    layers, heads = TINY.num_hidden_layers, TINY.num_attention_heads
+    head = 2 * 193 * 48
+    token = step_work(OF_LATENTS, [(0, 1)], itemsize=4).operations - head - layers * 2 * heads * (8 + 4 + 10)
+    expand = 32 * (8 + 10)  # one position's key and value, of one head
+    for start, count in ((0, 40), (7, 1), (100, 10), (100, 40)):
+        seen = count * start + count * (count + 1) // 2
+        of_latents, expanded = (32 + 4 + 32) * seen, (8 + 4 + 10) * seen + expand * start
+        found = step_work(OF_LATENTS, [(start, count)], itemsize=4).operations - head - token * count
+        assert found == layers * 2 * heads * min(of_latents, expanded)
+        assert (of_latents < expanded) == (count in (1, 10))
+
+
+def test_an_attention_call_over_latents_has_keys_of_the_whole_latent_and_values_of_its_rank():
+    work = attention._work(attention.Load(1, 1, 9), OF_LATENTS, "float32")
+    assert (work.operations, work.num_bytes) == (2 * 6 * 10 * (32 + 4 + 32), 4 * 10 * TINY.num_key_value_heads * 36)
 
 
 def test_a_prompt_of_one_token_is_a_decode_step_from_nothing():
