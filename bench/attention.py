@@ -27,7 +27,9 @@ from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.batch import Rows
 
 BLOCK = 128  # positions
-LAYERS = 4  # in one program
+LAYERS, MOST_LAYERS = 4, 64  # in one program; more on an accelerator, where a few short rows take less than a dispatch
+MOST_BYTES = 4e9  # of the KV, where there are more layers than LAYERS
+BURST = 4  # calls in a row
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ def main() -> None:
 
 
 def _measure(load: Load, cfg: ModelConfig, dtype: str, probes: Probes, rounds: int) -> list[dict[str, Any]]:
-    calls = {name: _call(load, cfg, dtype, name) for name in _possible(cfg, dtype)}
-    times = alternate({name: Contestant(call) for name, call in calls.items()} | probes.contestants, rounds=rounds)
-    work, machine = _work(load, cfg, dtype), ceilings(probes, times)
+    work = _work(load, cfg, dtype)
+    layers = _num_layers(work)
+    calls = {name: Contestant(_call(load, cfg, dtype, name, layers), burst=BURST) for name in _possible(cfg, dtype)}
+    times = alternate(calls | probes.contestants, rounds=rounds)
+    machine = ceilings(probes, times)
     floor = work.floor_ms(machine)
     return [
         {
@@ -68,15 +72,23 @@ def _measure(load: Load, cfg: ModelConfig, dtype: str, probes: Probes, rounds: i
             "rows": load.rows,
             "tokens": load.tokens,
             "context": load.context,
-            "call_ms": times[name].median / LAYERS,
-            "call_p90_ms": times[name].p90 / LAYERS,
-            "read_gb_per_second": work.num_bytes * LAYERS / times[name].median / 1e6,
+            "layers": layers,
+            "call_ms": times[name].median / layers,
+            "call_p90_ms": times[name].p90 / layers,
+            "read_gb_per_second": work.num_bytes * layers / times[name].median / 1e6,
             "floor_ms": floor,
             "floor_limit": work.limit(machine),
-            "call_over_floor": times[name].median / LAYERS / floor,
+            "call_over_floor": times[name].median / layers / floor,
         }
         for name in calls
     ]
+
+
+def _num_layers(work: Work) -> int:
+    """How many layers, of that work each, take long beside a dispatch and have a KV that fits."""
+    if jax.default_backend() == "cpu":
+        return LAYERS
+    return max(LAYERS, min(MOST_LAYERS, int(MOST_BYTES // work.num_bytes)))
 
 
 def _possible(cfg: ModelConfig, dtype: str) -> list[str]:
@@ -90,12 +102,12 @@ def _possible(cfg: ModelConfig, dtype: str) -> list[str]:
     return names
 
 
-def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[], Any]:
+def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str, layers: int) -> Callable[[], Any]:
     """Compiles the attention of some layers over a KV full of random numbers."""
     sequences = load.rows if load.tokens == 1 else 1
     columns = -(-(load.context + load.rows * load.tokens // sequences) // BLOCK)
     every = cache_spec(cfg, num_blocks=sequences * columns, block_size=BLOCK, dtype=dtype, attention=backend)
-    spec = replace(every, num_layers=LAYERS)
+    spec = replace(every, num_layers=layers)
     order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32).reshape(sequences, columns)
     before = np.zeros(load.rows, np.int32) if load.tokens == 1 else np.arange(load.rows, dtype=np.int32) * load.tokens
     rows = Rows(
@@ -109,7 +121,7 @@ def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[]
     q = jax.random.normal(next(keys), (load.rows, load.tokens, cfg.num_attention_heads, cfg.head_dim), dtype)
 
     def attend_all(q: jax.Array, kv: KvState[jax.Array], rows: Rows[jax.Array]) -> jax.Array:
-        for layer in range(LAYERS):
+        for layer in range(layers):
             q = attend(q, kv, layer, rows, scale=cfg.head_dim**-0.5, window=None, backend=backend)
         return q
 

@@ -35,6 +35,7 @@ from ferrum_jax.sharding.devices import default_dtype, find_device
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows
 SMOKE_BATCHES = (1, 8)
 CONTEXT, BLOCK = 64, 64  # positions before the token, positions in a KV block
+BURST = 4  # calls in a row
 CHANGES = {"num_hidden_layers": 2, "vocab_size": 32768}
 TINY = {"hidden_size": 32, "moe_intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 2, "head_dim": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 193}  # fmt: skip
@@ -76,15 +77,13 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
     x = jax.random.normal(jax.random.key(batch), (batch, cfg.hidden_size), subject.dtype)
     chosen, *_ = route(linear(x, block["gate"]["weight"]), experts)
     active = len(np.unique(chosen))
-    times = alternate(
-        {
-            "step": Contestant(step.at(CONTEXT, tokens)),
-            "layer": Contestant(_compiled(lambda block, x: mix_experts(block, x, experts)[0], block, x)),
-            "every": Contestant(_compiled(lambda block, x: _every_expert(block, x, cfg), block, x)),
-        }
-        | probes.contestants,
-        rounds=rounds,
-    )
+    calls = {
+        "step": step.at(CONTEXT, tokens),
+        "layer": _compiled(lambda block, x: mix_experts(block, x, experts)[0], block, x),
+        "every": _compiled(lambda block, x: _every_expert(block, x, cfg), block, x),
+    }
+    sides = {name: Contestant(call, burst=BURST) for name, call in calls.items()}
+    times = alternate(sides | probes.contestants, rounds=rounds)
     itemsize, size = np.dtype(subject.dtype).itemsize, 3 * experts.moe_intermediate_size * cfg.hidden_size
     work = Work(operations=2 * chosen.size * size, num_bytes=itemsize * active * size)
     machine = ceilings(probes, times)
