@@ -101,7 +101,7 @@ class BareStep:
             group, rows = packed.decode, key.decode_rows
             group.tokens[:], group.counts[:], group.lengths[:] = ids, 1, context
             used = -(-(context + 1) // block_size)
-            group.tables[:, :used] = (np.arange(rows * used) % self._spec.num_blocks).reshape(-1, used)
+            _fill_tables(group.tables, self._spec, used)
             given = rows * used
             packed.decode_slots[:] = packed.sample_slots[:rows] = packed.logit_index[:rows] = np.arange(rows)
             packed.sample_positions[:rows] = context + 1
@@ -110,10 +110,23 @@ class BareStep:
             group.tokens[:], group.counts[:] = ids, tokens
             group.lengths[:] = context + tokens * np.arange(key.blocks)
             used = -(-(context + tokens * key.blocks) // block_size)
-            group.tables[:, :used] = (given + np.arange(used)) % self._spec.num_blocks
+            _fill_tables(group.tables[:1], self._spec, used, given, key.decode_rows)
+            group.tables[:] = group.tables[0]
             if key.outputs == "last":
                 packed.logit_index[-1] = key.num_tokens - 1
         return jax.device_put(buffer, self._leaves[0].sharding)
+
+
+def _fill_tables(tables: np.ndarray, spec: CacheSpec, used: int, first_block: int = 0, first_slot: int = 0) -> None:
+    """Gives each row `used` blocks and, in the last columns, a slot's of the sliding-window cache.
+
+    They are the row's own as far as the pools have so many.
+    """
+    rows, window = len(tables), spec.window_blocks
+    tables[:, :used] = ((first_block + np.arange(rows * used)) % spec.num_blocks).reshape(-1, used)
+    if window:
+        slots = (first_slot + np.arange(rows)) % spec.window_slots
+        tables[:, -window:] = slots[:, None] * window + np.arange(window)
 
 
 class BareLoop:
@@ -136,7 +149,7 @@ class BareLoop:
         key = self._key
         buffer, rows = multi_step.blank(key, until_one_ends=False)
         used = -(-(context + key.tokens) // self._spec.block_size)
-        rows.tables[:, :used] = (np.arange(key.rows * used) % self._spec.num_blocks).reshape(-1, used)
+        _fill_tables(rows.tables, self._spec, used)
         rows.tokens[:], rows.lengths[:], rows.limits[:] = TOKEN, context, key.tokens
         rows.slots[:] = np.arange(key.rows)
         packed, leaves = jax.device_put(buffer, self._runner.device), jax.tree.leaves(self._runner.params)
