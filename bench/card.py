@@ -113,6 +113,13 @@ def show_card(subject: Subject, cache: CacheSpec | None = None, machine: Machine
     return card
 
 
+def together(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the conditions of a run of several models: the first one's, with a list where the models differ."""
+    own = ("model", "dtype", "weight_bytes", "kv_bytes_per_position", "kv_bytes")
+    found = {name: [card[name] for card in cards] for name in own if name in cards[0]}
+    return cards[0] | {name: values for name, values in found.items() if any(one != values[0] for one in values)}
+
+
 def _described(card: dict[str, Any]) -> dict[str, str]:
     texts = {
         "commit": f"{card['commit'] or 'no repository'}, {card['date']}",

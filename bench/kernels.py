@@ -67,7 +67,7 @@ def main() -> None:
         raise SystemExit(f"there are no kernels to measure: {why}")
     dtype = default_dtype(device)
     probes = make_probes(dtype, smoke=found.smoke)
-    rows, conditions = [], {}
+    rows, cards = [], []
     for name, kept in MODELS:
         cfg = ModelConfig.from_hf(CONFIGURATIONS[name] | CHANGES[name] | (TINY | SMOKE[name] if found.smoke else {}))
         title = f"{cfg.num_hidden_layers} layers of {name}, random weights"
@@ -78,11 +78,11 @@ def main() -> None:
             subject = models.with_experts_in(f"{title}, experts in {kept}", cfg, dtype, KEPT[kept])
         sizes = {"dtype": dtype, "kv_dtype": dtype, "block_size": BLOCK}
         chosen = choose_attention(None, cfg, platform=device.platform, **sizes)
-        conditions = card.show_card(subject, machine=measure(probes))
+        cards.append(card.show_card(subject, machine=measure(probes)))
         for batch, context in SMOKE_PLACES if found.smoke else PLACES:
             rows.append({"model": name} | _measure(subject, batch, context, chosen, probes, found.rounds))
     _show(rows)
-    card.finish("kernels", found, conditions, rows)
+    card.finish("kernels", found, card.together(cards), rows)
 
 
 def _measure(

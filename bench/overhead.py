@@ -45,7 +45,7 @@ def main() -> None:
     """Measures every model and number of rows, and prints the table, the aims and the JSON line."""
     found = card.options(__doc__)
     sizes = SMOKE_ROWS if found.smoke else ROWS
-    conditions: dict[str, Any] = {}
+    cards: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     loops: list[dict[str, Any]] = []
     generated: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def main() -> None:
     for subject, layout in subjects:
         is_first, is_last = not rows, subject is subjects[-1][0]
         runner = models.run(subject, _engine(sizes, LOOP if is_first else 0), layout)
-        conditions = conditions or card.show_card(subject, runner.plan.cache)
+        cards.append(card.show_card(subject, runner.plan.cache))
         runner.warmup(progress=True)
         loops += [_measure_loop(runner, count, found.rounds) for count in sizes if runner.loop_tokens]
         rows += [_measure(runner, count, found.rounds) for count in sizes]
@@ -70,9 +70,8 @@ def main() -> None:
     by_leaf = _by_leaf(rows)
     if by_leaf is not None:
         print(f"one more leaf: {by_leaf:.2f} us of the bare call at 1 row, its arithmetic included")
-    card.finish(
-        "overhead", found, conditions, rows, loops=loops, generate=generated, aims=aims, bare_us_by_leaf=by_leaf
-    )
+    more = {"loops": loops, "generate": generated, "aims": aims, "bare_us_by_leaf": by_leaf}
+    card.finish("overhead", found, card.together(cards), rows, **more)
 
 
 def _subjects(found: argparse.Namespace) -> Iterator[tuple[models.Subject, str | None]]:

@@ -61,3 +61,11 @@ def test_random_weights_are_refused_before_they_are_drawn_where_files_are_needed
     _options(monkeypatch, "--model", "llama-3.1-8b", *options)
     with pytest.raises(SystemExit, match=r"llama-3.1-8b has random weights and no files"):
         benchmark.main()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_record_of_several_models_says_which_they_are():
+    conditions = {"date": "2026-12-01", "read_rate": 5}
+    cards = [conditions | {"model": f"m{at}", "dtype": "float32", "weight_bytes": at} for at in (1, 2)]
+    together = card.together(cards)
+    assert together == conditions | {"model": ["m1", "m2"], "dtype": "float32", "weight_bytes": [1, 2]}
+    assert card.together(cards[:1]) == cards[0]

@@ -145,6 +145,7 @@ def test_moe_ends_in_a_json_line_of_its_active_experts(records: Path):
 @pytest.mark.skipif(native.instruction_set() is None, reason="there are no kernels to measure")
 def test_kernels_ends_in_a_json_line_of_every_family(records: Path):
     result = smoke("kernels", records, "--rounds", "1")
+    assert len(set(result["card"]["model"])) == len(result["card"]["weight_bytes"]) == 5
     assert [row["model"] for row in result["rows"]] == [
         "qwen3-30b-a3b",
         "qwen3-30b-a3b, experts in Q4_1",
@@ -166,6 +167,7 @@ def test_requests_end_in_a_json_line_of_answers_that_are_alike(records: Path):
 
 def test_overhead_ends_in_a_json_line(records: Path):
     result = smoke("overhead", records, "--rounds", "1")
+    assert result["card"]["model"] == ["tiny random, 1 layers", "tiny random, 2 layers"]
     assert len(result["rows"]) == 4
     for row in result["rows"]:
         assert set(row) == OVERHEAD
