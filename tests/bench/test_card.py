@@ -43,6 +43,13 @@ def test_no_round_and_no_text_are_refused(
         assert f"argument {option}: {count} is not " in capsys.readouterr().err
 
 
+def test_research_is_refused_where_it_would_not_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    _options(monkeypatch, "--smoke")
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with pytest.raises(SystemExit, match="on a CPU, not on a gpu"):
+        research.main()
+
+
 @pytest.mark.parametrize("benchmark", [replicas, shares])
 def test_a_model_is_refused_where_the_benchmark_has_its_own(benchmark: object, monkeypatch: pytest.MonkeyPatch):
     _options(monkeypatch, "--model", "llama-3.1-8b")

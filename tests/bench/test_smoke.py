@@ -69,6 +69,8 @@ def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path)
     pytest.importorskip("torch", reason="comes with the extra `reference`")
     patches, gradient, scores = smoke("research", records)["rows"]
     assert scores["tokens"] > 0
+    assert set(patches["settings"]) == {"a forward for each patch", "a row for each position"}
+    assert patches["theirs_s"] == min(patches["settings"].values())
     ways = {"ours", "products", "remat", "scanned products", "scanned remat", "without the option"}
     assert gradient["ways"].keys() == ways | {"theirs"}
     assert all(row["ours_s"] > 0 and row["theirs_s"] > 0 for row in (patches, gradient, scores))
