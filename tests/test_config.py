@@ -395,6 +395,10 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
 def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
     told = {name: value for name, value in SMOLLM3_3B.items() if name != "no_rope_layers"}
     assert ModelConfig.from_hf(told) == ModelConfig.from_hf(SMOLLM3_3B)
+    silent = SMOLLM3_3B | {"no_rope_layer_interval": None}
+    assert ModelConfig.from_hf(silent) == ModelConfig.from_hf(SMOLLM3_3B)
+    with pytest.raises(ConfigError, match="no_rope_layer_interval is None"):
+        ModelConfig.from_hf(told | {"no_rope_layer_interval": None})
     with pytest.raises(ConfigError, match=r"no_rope_layers is \[1, 0\], expected a list of at least 36 entries"):
         ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 0]})
     for entry, says in (("0", "'0'"), (2, "2"), (0.0, "0.0"), (None, "None")):
@@ -430,10 +434,12 @@ def test_of_a_model_with_images_the_language_model_is_read():
     )  # fmt: skip
     assert found.rope_scaling is not None
     assert (found.rope_scaling.rope_type, found.rope_scaling.factor) == ("linear", 8.0)
-    text = LLAMA32_1B | {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}
+    text = LLAMA32_1B | {"model_type": "mistral", "sliding_window": None}
+    del text["tie_word_embeddings"]  # as in Mistral Small 3.1, whose head is not tied
     plain = ModelConfig.from_hf(text)
-    for tied, given in ((True, {}), (True, {"tie_word_embeddings": True}), (False, {"tie_word_embeddings": False})):
-        found = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text, **given})
+    for own, outer, tied in ((None, None, False), (True, None, True), (False, True, True), (True, False, False)):
+        own, outer = ({} if one is None else {"tie_word_embeddings": one} for one in (own, outer))
+        found = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text | own, **outer})
         assert found == dataclasses.replace(plain, tie_word_embeddings=tied)
     slides = text | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 8}
     assert ModelConfig.from_hf(slides).layer_windows == (None, 8) * 8  # as transformers' Auto classes read it
@@ -450,6 +456,37 @@ def test_of_a_model_with_images_the_language_model_is_read():
         ModelConfig.from_hf({"model_type": "mistral3", "text_config": text | {"attn_logit_softcapping": 5}})
     with pytest.raises(ConfigError, match="text_config is 3, expected an object"):
         ModelConfig.from_hf({"model_type": "gemma3", "text_config": 3})
+
+
+def test_gemma3_needs_no_pattern_beside_layer_types():
+    kinds = [
+        "full_attention" if window is None else "sliding_attention"
+        for window in ModelConfig.from_hf(GEMMA3_1B).layer_windows
+    ]
+    silent = GEMMA3_1B | {"sliding_window_pattern": None}
+    assert ModelConfig.from_hf(silent | {"layer_types": kinds}) == ModelConfig.from_hf(GEMMA3_1B)
+    with pytest.raises(ConfigError, match="sliding_window_pattern is None"):
+        ModelConfig.from_hf(silent)
+
+
+def test_a_share_of_rotated_numbers_that_is_null_is_absent():
+    assert ModelConfig.from_hf(LLAMA32_1B | {"partial_rotary_factor": None}) == ModelConfig.from_hf(LLAMA32_1B)
+    newer = {"rope_type": "default", "rope_theta": 500000.0}
+    plain, nothing = (
+        {"rope_scaling": None, "rope_parameters": newer | one} for one in ({}, {"partial_rotary_factor": None})
+    )
+    assert ModelConfig.from_hf(LLAMA32_1B | nothing) == ModelConfig.from_hf(LLAMA32_1B | plain)
+
+
+def test_a_factor_of_yarn_that_is_not_read_is_told(caplog: pytest.LogCaptureFixture):
+    """DeepSeek-R1-0528-Qwen3-8B has one, and is computed as transformers computes it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    plain = ModelConfig.from_hf(LLAMA32_1B | {"rope_scaling": yarn})
+    assert not caplog.records
+    assert ModelConfig.from_hf(LLAMA32_1B | {"rope_scaling": yarn | {"attn_factor": 0.878}}) == plain
+    (record,) = caplog.records
+    assert "attn_factor 0.878 is not read" in record.getMessage()
+    assert "attention_factor" in record.getMessage()
 
 
 def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():

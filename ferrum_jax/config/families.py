@@ -1,8 +1,9 @@
 """Conversion of every family's `config.json` to the fields of a `ModelConfig`.
 
 A family is one function here and one line of `FAMILIES`. A missing field has the default of Hugging Face's own
-configuration class, except that key/value heads default to the number of attention heads. A setting of
-`CHANGES_ARITHMETIC` that the family's forward does not implement is refused.
+configuration class, except that key/value heads default to the number of attention heads; sizes, and numbers of experts
+and groups, must be there, but for those that Gemma 3 4B leaves out. A setting of `CHANGES_ARITHMETIC` that the family's
+forward does not implement is refused.
 """
 
 import math
@@ -173,7 +174,8 @@ def _olmo3(s: Settings) -> Fields:
     base = s.number("rope_theta")
     kinds, local_theta = _ropes_by_kind(s, base, base)
     found = _decoder(s.replacing(rope_parameters=kinds, rope_scaling=None, original_max_position_embeddings=None))
-    return found | {"local_rope_theta": local_theta, "layer_windows": _periodic_windows(s, 4)}
+    windows = _needed_windows(s, lambda layer: (layer + 1) % 4 != 0)
+    return found | {"local_rope_theta": local_theta, "layer_windows": windows}
 
 
 def _granite(s: Settings) -> Fields:
@@ -197,9 +199,9 @@ def _phi3(s: Settings) -> Fields:
 
 def _smollm3(s: Settings) -> Fields:
     found = _decoder(s.defaulting(num_key_value_heads=4, rope_theta=2e6), tied=True)
-    layers, interval = range(found["num_hidden_layers"]), s.integer("no_rope_layer_interval", 4)
-    rotated = s.get("no_rope_layers")  # despite its name, true where there are rotary embeddings
-    rotated = [(layer + 1) % interval != 0 for layer in layers] if rotated is None else rotated
+    layers, rotated = range(found["num_hidden_layers"]), s.get("no_rope_layers")  # true where there is a rotation
+    if rotated is None:
+        rotated = [(layer + 1) % s.integer("no_rope_layer_interval", 4) != 0 for layer in layers]
     if not isinstance(rotated, list) or len(rotated) < len(layers):
         raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of at least {len(layers)} entries")
     if wrong := [entry for entry in rotated if type(entry) not in (bool, int) or entry not in (0, 1)]:
@@ -253,15 +255,15 @@ def _gemma3(s: Settings) -> Fields:
         "local_rope_theta": local_theta,
         "qk_norm": True,
         "final_logit_softcapping": s.get("final_logit_softcapping"),
-        "layer_windows": _periodic_windows(s, s.integer("sliding_window_pattern", 6)),
+        "layer_windows": _needed_windows(s, lambda layer: (layer + 1) % s.integer("sliding_window_pattern", 6) != 0),
     }
 
 
-def _periodic_windows(s: Settings, period: int) -> tuple[int | None, ...]:
-    """Reads the windows of a model in which all layers have one but every `period`-th, or as `layer_types` says."""
+def _needed_windows(s: Settings, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Reads each layer's window, as `Settings.windows` does; raises ConfigError where the width is null."""
     if (window := s.get("sliding_window", 4096)) is None:
         raise ConfigError("sliding_window is null, expected the width of a window")
-    return s.windows(lambda layer: (layer + 1) % period != 0, window)
+    return s.windows(slides, window)
 
 
 def _ropes_by_kind(s: Settings, base: float, local_base: float) -> tuple[Fields, float]:
@@ -398,9 +400,18 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     s = Settings(config)
     shared = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
-    tied = {"tie_word_embeddings": s.flag("tie_word_embeddings", True)}
-    text = {"model_type": kind, **shared, **s.section("text_config").fields, **tied}
+    own = s.section("text_config")
+    default = own.flag("tie_word_embeddings") if kind == "mistral" else True  # says_tied: why not transformers' True
+    text = {"model_type": kind, **shared, **own.fields, "tie_word_embeddings": s.flag("tie_word_embeddings", default)}
     return text | ({"layer_types": None} if text["model_type"] == "mistral" else {})  # transformers ignores them here
+
+
+def says_tied(config: Mapping[str, Any]) -> bool:
+    """True if a configuration says whether the head is tied to the embeddings.
+
+    Mistral Small 3.1 and 3.2 do not, and have a head; nor do tied ones that transformers saved, without a head.
+    """
+    return any("tie_word_embeddings" in one for one in (config, Settings(config).section("text_config").fields))
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:

@@ -1,5 +1,6 @@
 """Reading of the fields of a `config.json`; all families read names, sizes and rotary embeddings in the same way."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -8,6 +9,7 @@ from ferrum_jax.config.checks import check_integer, check_number
 from ferrum_jax.config.components import ROPE_FACTORS, ROPE_TYPES, RopeScaling
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
+_log = logging.getLogger(__name__)
 MOST_LAYERS = 1000  # each costs time, even if the checkpoint has no tensor of it
 _NEEDED = object()
 
@@ -109,10 +111,11 @@ def read_rope(s: Settings) -> dict[str, Any]:
         raise UnsupportedError("RoPE settings of the type longrope (Phi-3's su and yarn) without a short_factor")
     if kind not in ROPE_TYPES or (kind != "longrope" and "short_factor" in rope.fields):
         raise UnsupportedError(f"rope_type {kind!r} is not implemented, supported are {', '.join(ROPE_TYPES)}")
+    name = "partial_rotary_factor"
     return {
         "rope_theta": rope.number("rope_theta", s.get("rope_theta", 10000.0)),
         "rope_scaling": None if kind == "default" else _scaling(s, rope, kind),
-        "partial_rotary_factor": rope.number("partial_rotary_factor", s.get("partial_rotary_factor", 1.0)),
+        "partial_rotary_factor": next((one.number(name) for one in (rope, s) if one.get(name) is not None), 1.0),
     }
 
 
@@ -122,6 +125,8 @@ def _scaling(s: Settings, rope: Settings, kind: str) -> RopeScaling:
         outer = s.get("original_max_position_embeddings")
         original = next((length for length in (outer, original) if length is not None), limit)
         check_number("original_max_position_embeddings of the RoPE scaling", original)
+    if kind == "yarn" and (other := rope.get("attn_factor")) is not None:
+        _log.warning("attn_factor %s is not read, as in transformers: YaRN's is attention_factor", safe_repr(other))
     derived = kind in ("yarn", "longrope") and rope.get("factor") is None
     read_otherwise = {"rope_type", "factor", "original_max_position_embeddings", "truncate", *ROPE_FACTORS, "is_long"}
     names = [field.name for field in fields(RopeScaling) if field.name not in read_otherwise]

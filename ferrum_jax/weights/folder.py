@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.config.families import MULTIMODAL
+from ferrum_jax.config.families import MULTIMODAL, says_tied
 from ferrum_jax.contract.errors import (
     ConfigError,
     FerrumError,
@@ -101,10 +101,13 @@ class SafetensorsSource:
     def __init__(self, folder: Path):
         self.path = folder
         self.formats: Formats = {}  # none: quantised weights are dequantised by default
-        self.config, self._scheme, is_multimodal = _read_config(folder / "config.json")
+        self.config, self._scheme, fields = _read_config(folder / "config.json")
+        is_multimodal = fields["model_type"] in MULTIMODAL
+        self._entries = _text_entries(_read_shards(folder), is_multimodal=is_multimodal)
+        if is_multimodal and not says_tied(fields) and not any(name.startswith("lm_head.") for name in self._entries):
+            self.config = replace(self.config, tie_word_embeddings=True)
         self._specs = named_leaves(family(self.config).param_specs(self.config))
         self._axes = stored_axes(self._specs)
-        self._entries = _text_entries(_read_shards(folder), is_multimodal=is_multimodal)
         if self.config.tie_word_embeddings and HEAD in self._entries and EMBEDDINGS not in self._entries:
             self._entries[EMBEDDINGS] = self._entries.pop(HEAD)  # tied, and stored under the head's name only
         for entry in self._entries.values():
@@ -231,12 +234,12 @@ class SafetensorsSource:
         return found
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None, bool]:
-    """Reads the model's configuration, that of quantised weights, and whether the checkpoint is multimodal."""
+def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None, Mapping[str, Any]]:
+    """Reads the model's configuration and that of quantised weights; returns also the file's fields."""
     fields, packing = split_packing(read_json(path))
     try:
         cfg = ModelConfig.from_hf(fields)
-        return cfg, None if packing is None else read_scheme(packing), fields["model_type"] in MULTIMODAL
+        return cfg, None if packing is None else read_scheme(packing), fields
     except (ConfigError, UnsupportedError) as problem:
         raise type(problem)(f"{path}: {problem}") from None
 

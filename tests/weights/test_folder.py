@@ -295,6 +295,18 @@ def test_the_language_model_of_a_checkpoint_with_images_is_read(layers: str, hea
     tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(CONFIG))
 
 
+@pytest.mark.parametrize("name", ["mistral", "llama32_tied"])
+def test_a_checkpoint_of_mistral3_says_itself_whether_its_head_is_tied(name: str, tmp_path: Path):
+    """Mistral Small 3.1 has a head and transformers saves none for a tied model; neither says so in `config.json`."""
+    text = {key: value for key, value in tiny.CONFIGS[name].items() if key != "tie_word_embeddings"}
+    text |= {"model_type": "mistral", "sliding_window": None, "rope_scaling": None}
+    folder = tiny.write_folder(
+        tmp_path, {"model_type": "mistral3", "text_config": text}, named=tiny.tensors(tiny.CONFIGS[name])
+    )
+    params, cfg = ferrum_jax.load_params(folder)
+    assert cfg.tie_word_embeddings == ("lm_head" not in params) == (name == "llama32_tied")
+
+
 def test_a_tensor_that_is_there_by_two_names_is_refused(tmp_path: Path):
     within = Q.replace("model.", "model.language_model.", 1)
     tensors = {f"language_model.{name}": tensor for name, tensor in tiny.tensors(CONFIG).items()}
