@@ -206,7 +206,8 @@ def test_a_capacity_below_the_models_is_told_if_nobody_has_asked_for_it(
     longest = tiny.CONFIGS[NAME]["max_position_embeddings"]
     for asked in (16, longest, None):
         assert caplog.messages == []
-        with ferrum_jax.load(folder, **(SMALL | {"kv_capacity": asked})) as runner:
+        settings: Any = SMALL | {"kv_capacity": asked}
+        with ferrum_jax.load(folder, **settings) as runner:
             assert runner.kv_capacity() == (asked or 16)
     (message,) = caplog.messages
     assert f"16 positions, the model can have {longest} with kv_capacity" in message
