@@ -61,6 +61,16 @@ def relative(found: jax.Array, expected: jax.Array) -> float:
 def test_no_number_moves_by_more_than_half_a_step(
     dtype: str, rows: int, groups: int, size: int, exponent: int, seed: int
 ):
+    check_steps(dtype, rows, groups, size, exponent, seed)
+
+
+@every_format
+def test_numbers_are_rounded_to_nearest(dtype: str):
+    check_steps(dtype, rows=9, groups=4, size=7)
+
+
+def check_steps(dtype: str, rows: int, groups: int, size: int, exponent: int = 0, seed: int = 0) -> None:
+    """Demands that no number of a drawn weight moves by more than half a step."""
     weight = drawn(rows, groups * size, seed=seed) * np.float32(2.0**exponent)
     kept = quantise_weight(weight, dtype, groups)
     assert kept.scales is not None
