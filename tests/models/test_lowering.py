@@ -16,6 +16,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from ferrum_jax import models
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import ProgramContext, StepKey, packed_size, step
@@ -185,6 +186,23 @@ def test_a_rotation_is_a_branch_on_a_cpu_alone():
     text = {platform: lowered(call, platform, ints(5)) for platform in DEVICES}
     text["cpu"] = export.export(jax.jit(call), platforms=["cpu"])(ints(5)).mlir_module()
     assert {platform for platform, lines in text.items() if "stablehlo.compare GE" in lines} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "llama31", "gemma2", "qwen2_moe", "deepseek3", "gpt_oss"))
+def test_every_product_of_a_float32_model_has_the_highest_precision(name: str):
+    """The default of a GPU rounds the operands to TF32."""
+    cfg = tiny.model_config(name)
+    params = specs.shapes(family(cfg).param_specs(cfg), "float32")
+    kv = state.shapes(cache_spec(cfg, num_blocks=9, block_size=16, dtype="float32"))
+    forward = functools.partial(models.forward, cfg=cfg)
+    texts = [lowered(forward, "cuda", params, ints(1, tokens)) for tokens in (1, 9)]
+    for key in (StepKey(1, 0, 0, 4, 1), StepKey(1, 1, 9, 4, 2)):
+        pure = functools.update_wrapper(functools.partial(step, cfg=cfg, key=key), step)
+        texts.append(lowered(pure, "cuda", params, kv, ints(16), ints(packed_size(key))))
+    for text in texts:
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert len(products) > cfg.num_hidden_layers
+        assert [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line] == []
 
 
 @pytest.mark.parametrize("key", by_default(STEPS, STEPS[1]), ids=str)
