@@ -1,5 +1,6 @@
 """Whatever can change a program changes its digest, and nothing else does."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from ferrum_jax.compile import fingerprint
 from ferrum_jax.compile.artifacts import Artifacts
@@ -87,17 +90,45 @@ def test_stacks_of_another_shape_are_others():
     assert digest(one) != digest(other)
 
 
+def test_the_same_mesh_on_other_devices_is_another():
+    first, *others = jax.devices("cpu")[:3]
+    each = [(first, other) for other in others]
+    one, other = (Placement(pair, Mesh(np.array([pair]), ("expert", "model"))) for pair in each)
+    assert (one.first, one.sizes) == (other.first, other.sizes)
+    assert digest(_facts(placement=one)) != digest(_facts(placement=other))
+
+
+def _upgrade(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Gives one package another version."""
+    version = importlib.metadata.version
+
+    def of(package: str) -> str:
+        return "9" if package == name else version(package)
+
+    return lambda patch: patch.setattr("importlib.metadata.version", of)
+
+
+class OtherOptions:
+    def SerializeAsString(self) -> bytes:  # noqa: N802  its name in jaxlib
+        return b"--xla_other"
+
+
 AROUND: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "this package": lambda patch: patch.setattr("ferrum_jax.__version__", "9"),
     "jax": lambda patch: patch.setattr(jax, "__version__", "9"),
     "jaxlib": lambda patch: patch.setattr("jaxlib.version.__version__", "9"),
-    "another package": lambda patch: patch.setattr("importlib.metadata.version", lambda _: "9"),
+    "numpy": _upgrade("numpy"),
+    "flax": _upgrade("flax"),
+    "ml-dtypes": _upgrade("ml-dtypes"),
     "python": lambda patch: patch.setattr("platform.python_version", lambda: "9"),
     "source": lambda patch: patch.setattr(fingerprint, "PACKAGE", Path(__file__).parent),
     "cores": lambda patch: patch.setattr(os, "sched_getaffinity", lambda _: set(range(99))),
     "machine": lambda patch: patch.setattr("platform.machine", lambda: "riscv"),
     "flags of XLA": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2"),
     "flags of libtpu": lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--x"),
+    "options of XLA": lambda patch: patch.setattr("jaxlib.xla_client.CompileOptions", OtherOptions),
+    "process": lambda patch: patch.setattr(jax, "process_index", lambda: 1),
+    "number of processes": lambda patch: patch.setattr(jax, "process_count", lambda: 2),
     "number of devices": lambda patch: patch.setattr(jax, "local_device_count", lambda: 2),
 }
 
