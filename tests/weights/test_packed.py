@@ -275,21 +275,22 @@ def test_a_format_that_is_not_implemented_is_refused_and_says_what_is(
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "settings", "message"),
     [
-        ("gptq", {"bits": True}),
-        ("gptq", {"bits": "4"}),
-        ("gptq", {"group_size": 0}),
-        ("gptq", {"group_size": None}),
-        ("gptq", {"sym": "yes"}),
-        ("words", {"config_groups": {}}),
-        ("words", {"config_groups": {"a": {"weights": None}}}),
-        ("fp8_blocks", {"weight_block_size": [128]}),
-        ("fp8_blocks", {"weight_block_size": "128x128"}),
+        ("gptq", {"bits": True}, "bits is True, expected an integer of at least 1"),
+        ("gptq", {"bits": "4"}, "bits is '4', expected an integer of at least 1"),
+        ("gptq", {"group_size": 0}, "group_size, where not -1 for all, is 0, expected an integer of at least 1"),
+        ("gptq", {"group_size": None}, "group_size, where not -1 for all, is None, expected an integer of at least 1"),
+        ("gptq", {"sym": "yes"}, "sym is 'yes', expected True or False"),
+        ("words", {"config_groups": {}}, "config_groups is {}, expected at least one group"),
+        ("words", {"config_groups": {"a": {"weights": None}}}, "a of config_groups has no settings of weights"),
+        ("fp8_blocks", {"weight_block_size": [128]}, "weight_block_size is [128], expected outputs and inputs"),
+        ("fp8_blocks", {"weight_block_size": "128x128"}, "weight_block_size is '128x128', expected outputs and inputs"),
     ],
 )
-def test_a_field_of_the_wrong_type_is_refused_by_name(kind: str, settings: dict[str, Any], tmp_path: Path):
-    name = next(iter(settings))
-    assert name in refuse(write(tmp_path, kind, **settings), ConfigError) or name == "config_groups"
+def test_a_field_of_the_wrong_type_is_refused_by_name(
+    kind: str, settings: dict[str, Any], message: str, tmp_path: Path
+):
+    assert message in refuse(write(tmp_path, kind, **settings), ConfigError)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": 3}), encoding="utf-8")
     assert "quantization_config is 3, expected an object" in refuse(tmp_path, ConfigError)
