@@ -118,9 +118,9 @@ class BareStep:
 
 
 def _fill_tables(tables: np.ndarray, spec: CacheSpec, used: int, first_block: int = 0, first_slot: int = 0) -> None:
-    """Gives each row `used` blocks and, in the last columns, a slot's of the sliding-window cache.
+    """Gives each row `used` blocks and, in the last columns, the blocks of one slot of the sliding-window cache.
 
-    They are the row's own as far as the pools have so many.
+    Rows share blocks only where the pool has too few.
     """
     rows, window = len(tables), spec.window_blocks
     tables[:, :used] = ((first_block + np.arange(rows * used)) % spec.num_blocks).reshape(-1, used)

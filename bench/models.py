@@ -71,8 +71,7 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
         return random(f"{options.model}, random weights", ModelConfig.from_hf(CONFIGURATIONS[options.model]), dtype)
     path = hub.resolve(options.model)
     params, cfg = load_params(path, dtype, progress=True)
-    is_id = options.model and not Path(options.model).expanduser().exists()
-    return Subject(str(options.model) if is_id else path.name, params, cfg, dtype)
+    return Subject(hub.model_name(path), params, cfg, dtype)
 
 
 def check_has_files(model: str | None) -> None:

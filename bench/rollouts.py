@@ -35,7 +35,7 @@ def main() -> None:
     """Generates all rollouts in one call and prints the table and the JSON line."""
     found = card.options(__doc__, more=_more)
     setting = start(found, _engine(ROWS, TOKENS + LIMIT), _engine(SMOKE_ROWS, SMOKE[2] + SMOKE[3]))
-    found, runner = setting.found, setting.runner
+    runner = setting.runner
     prompts, samples, tokens, limit = SMOKE if found.smoke else (PROMPTS, found.samples, TOKENS, LIMIT)
     size, draw = runner.model_config.vocab_size, np.random.RandomState(0)
     ends = draw.choice(size, int(size * ENDS), replace=False).tolist()

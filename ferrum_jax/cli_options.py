@@ -41,10 +41,10 @@ SpeculateOption = Annotated[
 ]
 SequencesOption = Annotated[
     int | None,
-    typer.Option(help="Sequences at a time, of each replica [default: 8; on a GPU or TPU up to 64, as memory allows]"),
+    typer.Option(help="Sequences at a time in each replica [default: 8; on a GPU or TPU up to 64, as memory allows]"),
 ]
 StepTokensOption = Annotated[
-    int | None, typer.Option(help="Tokens of prompts in one step at most [default: 2048; on a CPU 1024]")
+    int | None, typer.Option(help="Most prompt tokens in one step [default: 2048; on a CPU 1024]")
 ]
 BlocksOption = Annotated[int | None, typer.Option(help="Blocks of the KV")]
 QuantizeOption = Annotated[

@@ -59,6 +59,7 @@ def convert(
         FerrumError: the model cannot be found or read.
     """
     folder, target = _places(destination)
+    is_new = not target.exists()
     asked = EngineConfig(dtype=dtype, quantize=quantize)
     beside = None if tokenizer is None else load_tokenizer(tokenizer)
     opened = open_checkpoint(resolve(source, progress=progress))
@@ -76,7 +77,7 @@ def convert(
                 beside.save(work)
             elif opened.path.is_dir():
                 _copy_beside(opened.path, work)
-            _move(work, target)
+            _move(work, target, is_new=is_new)
     return folder
 
 
@@ -100,18 +101,20 @@ def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 @contextmanager
 def _workplace(folder: Path, target: Path) -> Iterator[Path]:
-    """Yields a place for the checkpoint until it is whole: in its target, or beside one that does not exist yet."""
+    """Yields a place for the checkpoint until it is whole: beside its target, or in it where files cannot be moved."""
     with orbax.writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
-        place = target if target.exists() else target.parent  # one that exists keeps its owner and permissions
+        is_alone = target.exists() and (target.is_mount() or not os.access(target.parent, os.W_OK))
+        place = target if is_alone else target.parent
         remove_abandoned(place, _SCRATCH)
         work = tempfile.TemporaryDirectory(dir=place, prefix=_SCRATCH, ignore_cleanup_errors=True)
     with work as path:
         yield Path(path, "checkpoint")
 
 
-def _move(work: Path, target: Path) -> None:
-    if work.parent.parent != target:
+def _move(work: Path, target: Path, *, is_new: bool) -> None:
+    """Moves the checkpoint to its target; a folder that existed is filled, and keeps its owner and permissions."""
+    if is_new:
         os.replace(work, target)
         return
     for path in sorted(work.iterdir(), key=lambda path: path.name == orbax.CONFIG):  # which makes it a checkpoint

@@ -22,6 +22,7 @@ from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, FerrumError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
+from ferrum_jax.executor import sizing
 from ferrum_jax.executor.build import build_runner
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
 from ferrum_jax.executor.hosts import Hosts
@@ -243,7 +244,7 @@ def _load_on(
         memory=memory,
     )
     longest, capacity = cfg.reaching(cfg.max_position_embeddings).max_seq_len, runner.kv_capacity()
-    if settings.kv_capacity is None and longest > capacity:
+    if settings.kv_capacity is None and capacity == sizing.DEFAULT_CAPACITY < longest:
         text = "%s: a sequence can have %d positions, the model can have %d with kv_capacity (--kv-capacity)"
         _log.info(text, runner.name, capacity, longest)
     return runner

@@ -12,7 +12,7 @@ Bar = Callable[[Iterable[Any]], AbstractContextManager[Iterable[Any]]]
 
 
 def track(what: str) -> Bar:
-    """Returns a function whose context has the items of a list, moves a bar with them, and removes it at its end."""
+    """Returns a function that makes a context of items: each that is taken moves a bar, which the end removes."""
     return partial(_tracked, what)
 
 

@@ -75,7 +75,7 @@ class ProgramCache:
 
         Args:
             keys: the steps.
-            track: a context with the list of missing keys, to show progress.
+            track: makes a context of the missing keys, to show progress, as `progress.track` does.
             load: steps that are on disk are loaded now, not when first asked for.
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
@@ -126,8 +126,8 @@ class ProgramCache:
             is_alone = pool.submit(describe_settings).result() != describe_settings()
             jobs = {} if is_alone else {key: pool.submit(do, key) for key in keys}
             try:
-                with contextlib.nullcontext(keys) if track is None else track(keys) as shown:
-                    for key in shown:
+                with contextlib.nullcontext(keys) if track is None else track(keys) as tracked:
+                    for key in tracked:
                         do(key) if is_alone else jobs[key].result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)

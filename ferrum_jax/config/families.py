@@ -401,7 +401,7 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     s = Settings(config)
     shared = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
     own = s.section("text_config")
-    default = own.flag("tie_word_embeddings") if kind == "mistral" else True  # says_tied: why not transformers' True
+    default = own.flag("tie_word_embeddings") if kind == "mistral" else True  # Mistral Small 3.1 omits it, untied
     text = {"model_type": kind, **shared, **own.fields, "tie_word_embeddings": s.flag("tie_word_embeddings", default)}
     return text | ({"layer_types": None} if text["model_type"] == "mistral" else {})  # transformers ignores them here
 
@@ -411,7 +411,8 @@ def says_tied(config: Mapping[str, Any]) -> bool:
 
     Mistral Small 3.1 and 3.2 do not, and have a head; nor do tied ones that transformers saved, without a head.
     """
-    return any("tie_word_embeddings" in one for one in (config, Settings(config).section("text_config").fields))
+    both = config, Settings(config).section("text_config").fields
+    return any(one.get("tie_word_embeddings") is not None for one in both)
 
 
 def read_fields(config: Mapping[str, Any]) -> Fields:

@@ -58,8 +58,8 @@ def check_not_forked(noun: str, pid: int) -> None:
         raise UnsupportedError(f"this {noun} was made before the process forked: make one in the child")
 
 
-def begun(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
-    """Starts the thread of a pool of one: later, a call that it could not be started for would wait and run after all.
+def with_thread(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Starts a pool's only thread now: if `submit` failed to start it, the call would still run once a thread exists.
 
     Raises ResourceExhaustedError if the process may not have another thread.
     """

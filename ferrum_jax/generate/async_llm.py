@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
-from ferrum_jax.contract.checks import begun, check_not_forked
+from ferrum_jax.contract.checks import check_not_forked, with_thread
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     CancelledError,
@@ -35,11 +35,12 @@ class AsyncLLM:
 
         Raises:
             ConfigError: there are settings beside an `LLM`, which is loaded already.
+            ResourceExhaustedError: the process may not have another thread.
             FerrumError: as `LLM` raises.
         """
         if isinstance(llm, LLM) and settings:
             raise ConfigError(f"settings beside an LLM, which is loaded already: {', '.join(settings)}")
-        self._tokenising = begun(ThreadPoolExecutor(1, "async-llm-tokenising"))  # one thread keeps calls in order
+        self._tokenising = with_thread(ThreadPoolExecutor(1, "async-llm-tokenising"))  # one thread keeps calls in order
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id

@@ -377,8 +377,8 @@ class LLM:
         if not groups:
             self.model.kv_capacity()  # raises if the model is closed
         try:
-            shown = contextlib.nullcontext(groups) if bar is None else bar(groups)
-            with contextlib.closing(self._run(firsts or [first for first, *_ in groups])) as settled, shown as each:
+            tracked = contextlib.nullcontext(groups) if bar is None else bar(groups)
+            with contextlib.closing(self._run(firsts or [first for first, *_ in groups])) as settled, tracked as each:
                 for at, group in enumerate(each):
                     for request in group:
                         while not request.is_settled:

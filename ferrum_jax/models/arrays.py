@@ -49,7 +49,7 @@ def as_numbers(name: str, given: object) -> jax.Array:
 
 def check_bits(name: str, given: Any) -> None:
     """Raises InvalidParameterError for integers beyond 32 bits, whose upper bits `jnp.asarray` drops or refuses."""
-    for leaf in jax.tree.leaves(given):
+    for leaf in jax.tree.leaves(given) if isinstance(given, (list, tuple)) else [given]:
         is_numpy = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype in (np.int64, np.uint64)
         numbers = np.asarray(leaf if is_numpy or isinstance(leaf, int) else 0)
         if numbers.size and not -(2**31) <= numbers.min() <= numbers.max() < 2**31:

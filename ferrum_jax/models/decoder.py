@@ -269,8 +269,10 @@ class _Step(NamedTuple):
         with jax.named_scope(name):
             if isinstance(self.first, int):
                 return run(*given)
-            *shapes, captured = jax.eval_shape(layer, *given)
-            x, kv = vary_like((x, kv), shapes)
+            captured: Any = {}
+            if context.taps.wanted or self.taps.interventions:  # functions may close over what varies over more axes
+                *shapes, captured = jax.eval_shape(layer, *given)
+                x, kv = vary_like((x, kv), shapes)
             zeros = jax.tree.map(lambda leaf: vary_like(jnp.zeros(leaf.shape, leaf.dtype), leaf), captured)
             is_run = context.taps.layer >= self.first
             return lax.cond(is_run, run, lambda params, _, x, kv: (x, kv, zeros), *given[:2], x, kv)

@@ -357,7 +357,7 @@ def checked_adapters(
     loras, adapters = checked_stacks(loras, cfg), as_integers("adapters", adapters)
     check_shape("adapters", adapters, "[B]", (batch,))
     narrow = adapters.astype(jnp.int32)
-    return loras, jnp.where(narrow.astype(adapters.dtype) == adapters, narrow, -1)  # no stack has more than 32 bits
+    return loras, jnp.where(narrow.astype(adapters.dtype) == adapters, narrow, -1)  # beyond int32: no adapter
 
 
 def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> int | jax.Array:

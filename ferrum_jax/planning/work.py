@@ -121,7 +121,8 @@ def _products_of_a_head(cfg: ModelConfig, seen: int, before: int) -> int:
     """Numbers that one head multiplies in attention, beyond the projections of new tokens.
 
     Latent attention has two forms. Either queries and outputs are projected to the latent, which is key and value, or
-    keys and values are projected from it: of new tokens that costs as much, of each position before them once more.
+    keys and values are projected from it. Of new tokens both cost the same; the second projects every earlier position
+    again.
     """
     latent = cfg.latent
     if latent is None:

@@ -161,6 +161,7 @@ class Answers:
         self.choices = [AnswerProgress(at, one) for at, one in enumerate(one for group in groups for one in group)]
         self.caller = caller
         self._is_signalled = False
+        self._failure: ApiError | None = None  # of an answer
 
     async def __aenter__(self) -> Self:
         wakeups, changed = self._wakeups, self.caller.changed
@@ -209,24 +210,26 @@ class Answers:
             DisconnectError: the client has left.
             ApiError: the request takes too long, or the engine failed.
         """
+        self._check_not_failed()
         while True:
             await self.caller.changed.wait()
             self.caller.changed.clear()
             self._is_signalled = False  # first: a later `notify` then signals again
             self.caller.check()
-            pieces, failure = [], None
+            pieces = []
             for choice in self.choices:
                 try:
                     if (piece := self._take(choice)) is not None:
                         pieces.append(piece)
                 except ApiError as problem:
-                    failure = problem
-            if failure is not None and not pieces:
-                raise failure
-            if failure is not None:
-                self.caller.changed.set()  # the next call raises it: what others have answered comes first
+                    self._failure = problem  # raised once the others' pieces are returned
             if pieces:
                 return pieces
+            self._check_not_failed()
+
+    def _check_not_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def cut(self, choice: AnswerProgress, count: int) -> None:
         """Ends an answer after this many of the tokens that were read; no more pieces of it come."""

@@ -65,8 +65,9 @@ def test_replicas_ends_in_a_json_line_of_twice_the_sequences(records: Path):
     assert one["prefix_hits"] > 0
 
 
-def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path):
+def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch", reason="comes with the extra `reference`")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     patches, gradient, scores = smoke("research", records)["rows"]
     assert scores["tokens"] > 0
     assert set(patches["settings"]) == {"a forward for each patch", "a row for each position"}

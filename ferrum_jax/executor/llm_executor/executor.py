@@ -46,6 +46,10 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             info: what `info` returns; None: what the model reports.
             warm: what `warmup` calls; None: the model's own, without a progress bar.
             close: what `shutdown` calls last, for an executor that owns its model.
+
+        Raises:
+            RequestValidationError: an argument is of another kind.
+            ResourceExhaustedError: the process may not have another thread.
         """
         if not isinstance(model, DecoderOnlyLLM):
             raise RequestValidationError(f"model is a {type(model).__name__}, expected a DecoderOnlyLLM")

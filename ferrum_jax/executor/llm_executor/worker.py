@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from ferrum_jax.contract.checks import begun, check_not_forked
+from ferrum_jax.contract.checks import check_not_forked, with_thread
 from ferrum_jax.contract.errors import CancelledError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor.llm_executor.metrics import Kind, Meter
@@ -28,7 +28,7 @@ class CallWorker:
         """Starts the thread; raises ResourceExhaustedError if it cannot."""
         self._table = table
         self._meter = meter
-        self._pool = begun(ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-executor"))
+        self._pool = with_thread(ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-executor"))
         self._mutex = threading.Lock()
         self._closing: Future[None] | None = None
 
